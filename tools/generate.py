@@ -96,9 +96,10 @@ def sample(arguments: argparse.Namespace) -> None:
     check_stop_ids(arguments.stop_id, opened.network.config.vocab_size)
     tokenizer, begin = opened.tokenizer, [] if arguments.no_bos else opened.begin
     place = "prompt " if arguments.prompt_file is None else f"{arguments.prompt_file}:"
-    prompts = [
-        begin + tokenizer.encode(text, f"{place}{number}") or [tokenizer.eod_id] for number, text in enumerate(texts, start=1)
-    ]
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        origin = f"{place}{number}"
+        prompts.append(opened.known(begin + tokenizer.encode(text, origin) or [tokenizer.eod_id], origin))
     for note in [*opened.notes, *limits(opened.network, prompts, arguments.max_tokens)]:
         print(note, file=sys.stderr)
     if begin:

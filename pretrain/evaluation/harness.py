@@ -14,7 +14,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.evaluation.scores import Scorer, Window
 from pretrain.evaluation.texts import TextWatch
 from pretrain.models.generate import Sampling, generate_batch
@@ -39,7 +39,7 @@ class HarnessModel(TemplateLM):
         return self.scorer.begin[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
-        return self.opened.tokenizer.encode(string)
+        return self.opened.known(self.opened.tokenizer.encode(string), f"the text {shown(string)}")
 
     def _loglikelihood_tokens(self, requests: list, **options: object) -> list[tuple[float, bool]]:
         return self.scorer.log_likelihoods([self._window(context, continuation) for _, context, continuation in requests])

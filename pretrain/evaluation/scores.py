@@ -20,12 +20,13 @@ import torch
 from pretrain.data.preparation.documents import PieceReader
 from pretrain.data.preparation.inputs import find_inputs
 from pretrain.data.preparation.preparation_plan import Piece, Settings
-from pretrain.data.preparation.text_inputs import Tally
+from pretrain.data.preparation.text_inputs import CORRECT_IT, Tally
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import identity_of
 from pretrain.errors import ConfigError, DataError
 from pretrain.huggingface.open_model import Opened
 from pretrain.models.attention_ways import changing_shapes
+from pretrain.models.generate import batchable
 
 Window = tuple[list[int], list[int]]
 """Context, which is not empty, and the tokens after it that are predicted."""
@@ -73,6 +74,7 @@ class Scorer:
         self.device = next(opened.network.parameters()).device
         self.begin = opened.begin or [opened.tokenizer.eod_id]
         """What stands before a text: what the model expects, or the end of another document, as in training."""
+        opened.known(self.begin, "what stands before every text")
 
     def windows(self, tokens: Sequence[int]) -> Iterator[Window]:
         """The windows of a text: see the drawing above."""
@@ -86,10 +88,9 @@ class Scorer:
     def log_likelihoods(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
         """By window, the log-likelihood of its predicted tokens in nats, and whether each is the likeliest one."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
-        order = sorted(range(len(windows)), key=lambda i: -len(windows[i][0]) - len(windows[i][1]))
-        for first in range(0, len(order), self.rows):
-            chosen = order[first : first + self.rows]
-            rows = [(context + predicted)[-self.length - 1 :] for context, predicted in (windows[i] for i in chosen)]
+        texts = [(context + predicted)[-self.length - 1 :] for context, predicted in windows]
+        for chosen in self._batches(texts):
+            rows = [texts[i] for i in chosen]
             tokens_BT = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.long)
             for row, tokens in enumerate(rows):  # padding comes after all that counts, and nothing looks ahead
                 tokens_BT[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
@@ -97,6 +98,12 @@ class Scorer:
             for i, tokens, logits_TV in zip(chosen, rows, logits_BTV):
                 found[i] = self._of_row(logits_TV, tokens, len(windows[i][1]))
         return found
+
+    def _batches(self, texts: Sequence[list[int]]) -> Iterator[list[int]]:
+        """The indices of the texts of each forward pass, the longest first."""
+        for group in reversed(batchable(self.opened.network, [len(text) for text in texts])):
+            group.sort(key=lambda i: -len(texts[i]))
+            yield from (group[first : first + self.rows] for first in range(0, len(group), self.rows))
 
     @staticmethod
     def _of_row(logits_TV: torch.Tensor, tokens: list[int], predicted: int) -> tuple[float, bool]:
@@ -130,12 +137,13 @@ def documents_of(pattern: str, opened: Opened, text_field: str, text_mode: str) 
     """Tokens and size of each document in files of text: the kinds that preparation reads. Raises DataError."""
     settings = Settings(text_field=text_field, text_mode=text_mode)
     for file in find_inputs([pattern]):
-        reader = PieceReader(Piece(file), settings, 0, Tally())
+        reader = PieceReader(Piece(file), settings, 0, Tally(), CORRECT_IT)
         for text, row in reader.documents():
             if not isinstance(text, str):
                 raise DataError(f"{file.name}: has token ids; prepare them, and give the prepared directory")
             if text:
-                yield opened.tokenizer.encode(text, reader.origin(row)), float(len(text.encode("utf-8")))
+                origin = reader.origin(row)
+                yield opened.known(opened.tokenizer.encode(text, origin), origin), float(len(text.encode("utf-8")))
 
 
 def prepared_documents(path: Path, opened: Opened) -> Iterator[tuple[list[int], float | None]]:
@@ -145,7 +153,7 @@ def prepared_documents(path: Path, opened: Opened) -> Iterator[tuple[list[int], 
         raise DataError(f"{path}: the model and the data have {difference}; give the text itself with --text")
     for document in range(data.documents):
         start, end = data.document_span(document)
-        yield data.read(start, end - start).tolist(), _size(data, end - start)
+        yield opened.known(data.read(start, end - start).tolist(), f"{path}, document {document + 1}"), _size(data, end - start)
 
 
 def _size(data: PreparedData, tokens: int) -> float | None:

@@ -15,7 +15,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from pretrain.errors import CheckpointError, ConfigError, shown
+from pretrain.errors import CheckpointError, ConfigError, DataError, shown
 from pretrain.huggingface.directory import HfDirectory, read_config
 from pretrain.huggingface.verification import build
 from pretrain.models.families import family_of_hf
@@ -38,6 +38,16 @@ class Opened:
     begin: list[int]
     ends: frozenset[int]
     notes: list[str] = field(default_factory=list)
+
+    def known(self, ids: list[int], origin: str) -> list[int]:
+        """`ids` as they are. Raises DataError, naming their `origin`, for one that the model's vocabulary has no row for."""
+        rows = self.network.config.vocab_size
+        if ids and max(ids) >= rows:
+            raise DataError(
+                f"{origin}: has token {max(ids)} of the tokenizer, but the model's vocabulary has {rows} rows; change the text, "
+                "or take the tokenizer that the model was trained with"
+            )
+        return ids
 
 
 def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str = "fp32", family: str | None = None) -> Opened:
@@ -96,7 +106,10 @@ def best_device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        if torch.empty(1, device=name).is_meta:
+            raise NotImplementedError
+    except (NotImplementedError, ImportError) as error:
+        raise ConfigError(f"--device={name}: this torch computes nothing there; leave --device out, or take cpu") from error
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device={name}: {str(error).splitlines()[0]}") from error
     return name
@@ -155,10 +168,11 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
 
 
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What a tokenizer asks for before a text, as transformers reads it.
+    """What a tokenizer asks for before a text.
 
-    With a tokenizer.json this is the beginning of its post-processor's template, or else the bos_token, if tokenizer_config.json beside it
-    says add_bos_token. With a SentencePiece model, tokenizer_config.json decides: by that key, or by the class it names.
+    With a tokenizer.json this is the beginning of its post-processor's template, as in transformers, or else the bos_token, if
+    tokenizer_config.json beside it says add_bos_token: older files ask so, but transformers 5 then puts nothing there. With a SentencePiece
+    model, tokenizer_config.json decides: by that key, or by the class it names.
     """
     config = _object(tokenizer.file.parent / CONFIG_NAME)
     if isinstance(tokenizer, HuggingFaceTokenizer):

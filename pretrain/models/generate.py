@@ -30,6 +30,18 @@ def uncached_reason(model: nn.Module) -> str | None:
     return None
 
 
+def batchable(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
+    """The indices of sequences that may be padded to one length together, by group: all, or those of equal length, the shortest first, where
+    a position may compute something else in a longer whole.
+    """
+    if uncached_reason(model) is None:
+        return [list(range(len(lengths)))]
+    alike: dict[int, list[int]] = {length: [] for length in sorted(set(lengths))}
+    for i, length in enumerate(lengths):
+        alike[length].append(i)
+    return list(alike.values())
+
+
 @dataclass
 class _Row:
     """A sequence under way."""
@@ -92,11 +104,9 @@ def generate_batch(
         _Row(index, len(prompt), list(prompt), torch.Generator().manual_seed(seed))
         for index, (prompt, seed) in enumerate(zip(prompts, seeds or [0] * len(prompts), strict=True))
     ]
-    together = [rows]
-    if uncached_reason(model) is not None:
-        together = [[row for row in rows if row.prompt == length] for length in sorted({row.prompt for row in rows})]
-    for group in together:
-        _continue(model, group, max_tokens, frozenset(stop_ids), sampling, cached and uncached_reason(model) is None, ends)
+    cached = cached and uncached_reason(model) is None
+    for group in batchable(model, [row.prompt for row in rows]):
+        _continue(model, [rows[i] for i in group], max_tokens, frozenset(stop_ids), sampling, cached, ends)
     return [row.tokens[row.prompt :] for row in rows]
 
 

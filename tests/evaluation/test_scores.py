@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,11 +10,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from hf_configs import LLAMA_LIKE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import tool, train
 
-from pretrain.config.model_schema import Model
+from pretrain.config.model_schema import Model, Rope
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
@@ -25,6 +27,7 @@ from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.observe.metrics import read_metrics
 from pretrain.observe.run_story import read_story
+from pretrain.parallel.initialise import initialise
 
 LENGTH = 16
 
@@ -76,6 +79,37 @@ def test_a_text_scores_as_one_forward_pass_whatever_it_is_batched_with(opened):
     assert score.bits_per_byte == pytest.approx(score.nats / math.log(2) / 60)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_model_whose_rotation_depends_on_the_length_scores_alike_in_any_batch(byte_tokenizer, tmp_path, kind):
+    """Padding made a short text one of a long sequence: its score was another with another --batch-size."""
+    torch.manual_seed(0)
+    loaded = load_tokenizer(byte_tokenizer)
+    small = Model(dim=32, layers=2, heads=4, ffn_dim=64, vocab_size=loaded.vocab_size)
+    if kind == "dynamic":
+        model = dataclasses.replace(small, rope=Rope(scaling="dynamic", factor=8.0, original_length=4))
+    else:
+        factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+        longrope = {"rope_scaling": {"type": "longrope", **factors}, "original_max_position_embeddings": 8}
+        config = LLAMA_LIKE | {"model_type": "phi3", "max_position_embeddings": 32, **longrope}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": loaded.vocab_size}))
+        model = Model(family="hf", hf_config=str(tmp_path))
+    with torch.device("meta"):
+        network = build_network(complete(model, LENGTH))
+    initialise(network.to_empty(device="cpu"), 1)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = Opened(network.eval(), loaded, [], frozenset())
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, 20, n).tolist() for n in (3, 16, 1, 9, 16, 5)]
+    expected = [reference(model, text) for text in texts]
+    shapes = []
+    network.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    scorer = Scorer(model, LENGTH, rows=8)
+    found = scorer.log_likelihoods([window for text in texts for window in scorer.windows(text)])
+    assert [-value for value, _ in found] == pytest.approx(expected, rel=1e-5)
+    assert shapes == [(2, 16), (1, 9), (1, 5), (1, 3), (1, 1)]
+
+
 def test_windows_see_their_context(opened):
     """A long text: each window's tokens given exactly the tokens before them that fit."""
     tokens = np.random.default_rng(1).integers(0, 20, 37).tolist()
@@ -102,6 +136,22 @@ def test_lengths_that_a_model_does_not_know_and_texts_without_tokens_are_errors(
         Scorer(opened, 17)
     with pytest.raises(DataError, match="x: has no text to score"):
         Scorer(opened).score("x", [])
+
+
+def test_a_token_that_the_model_has_no_row_for_is_named_with_its_text(opened, tmp_path):
+    """A tokenizer with tokens beyond the vocabulary ended in an IndexError; those that no text uses are no error."""
+    network = build_network(complete(Model(dim=32, layers=1, heads=4, ffn_dim=64, vocab_size=98), LENGTH))
+    fewer = dataclasses.replace(opened, network=network, begin=[0])
+    (tmp_path / "a.jsonl").write_text('{"text": "AB"}\n{"text": "AB\u00ff"}\n')
+    ids = [opened.tokenizer.encode(text) for text in ("AB", "AB\u00ff")]
+    assert max(ids[0]) < 98 <= max(ids[1])
+    documents = documents_of(str(tmp_path / "a.jsonl"), fewer, "text", "file")
+    assert next(documents)[0] == ids[0] and Scorer(fewer).score("x", [(ids[0], 2.0)]).tokens == len(ids[0])
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: has token {max(ids[1])} .* vocabulary has 98 rows") as caught:
+        next(documents)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="what stands before every text: has token 256"):
+        Scorer(dataclasses.replace(fewer, begin=[]))
 
 
 # ---- the tool ---------------------------------------------------------------------------------------------------------------------
@@ -137,6 +187,9 @@ def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_f
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl, line 2: the text holds a lone surrogate"):
         list(documents_of(str(tmp_path / "bad.jsonl"), newest, "text", "file"))
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"broken\.jsonl, line 2: not valid JSON .*; correct it, or remove it from the input$"):
+        list(documents_of(str(tmp_path / "broken.jsonl"), newest, "text", "file"))
     evaluate, tokens = tool("evaluate").main, str(20 * 200)
     assert evaluate(["--model", str(run), "--data", str(prepared), "--text", str(text), "--tokens", tokens, "--json"]) == 0
     of_text, of_data = said(capsys)

@@ -40,6 +40,10 @@ def test_the_tools_exit_with_1_on_failure_and_2_on_bad_usage(exported, tmp_path,
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
     assert "error: --device=warp: " in error
+    for device in ("meta", "vulkan"):  # a NotImplementedError of the first token; torch's list of what it can dispatch to
+        assert generate(["--model", str(exported), "--prompt", "a", "--max-tokens", "3", "--device", device]) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: --device={device}: this torch computes nothing there; leave --device out, or take cpu\n"
     for main, arguments in (
         (convert, ["to-hf", "--checkpoint", "x"]),
         (convert, ["to-hf", "--checkpoint", "x", "--output", "y", "--dtype", "int8"]),

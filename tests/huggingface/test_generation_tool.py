@@ -244,6 +244,19 @@ def test_every_end_token_ends_a_text(copied, tmp_path, capsys, file):
     assert f"{file}: eos_token_id='all' is no token, nor a list of them" in capsys.readouterr().err
 
 
+def test_a_token_that_the_model_has_no_row_for_is_named_with_its_prompt(copied, capsys):
+    """An IndexError; a token beyond the rows that no prompt has is no error."""
+    content = json.loads((copied / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append({"id": 257, "content": "zebra", **flags})
+    (copied / "tokenizer.json").write_text(json.dumps(content))
+    asked = ["--model", str(copied), "--prompt", "a horse", "--max-tokens", "2"]
+    assert len(answers(capsys, *asked)[0]) == 1
+    _, said = answers(capsys, *asked, "--prompt", "a zebra", code=1)
+    assert said.startswith("error: prompt 2: has token 257 of the tokenizer, but the model's vocabulary has 257 rows;")
+    assert said.count("\n") == 1
+
+
 # ---- number formats and other models ----------------------------------------------------------------------------------
 
 

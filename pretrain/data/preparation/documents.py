@@ -18,7 +18,7 @@ import numpy as np
 from pretrain.data.preparation.binary_inputs import column_rows, cut_at, id_documents, ids_of, rows_before
 from pretrain.data.preparation.inputs import SIGNATURE_BYTES, InputFile, known_as
 from pretrain.data.preparation.preparation_plan import Piece, Settings
-from pretrain.data.preparation.text_inputs import Tally, archive_texts, lines_of, table_rows, whole_file
+from pretrain.data.preparation.text_inputs import CORRECT_IT, LEAVE_OUT, Tally, archive_texts, lines_of, table_rows, whole_file
 from pretrain.errors import DataError
 
 FIELD_SEPARATOR = "\n\n"
@@ -33,10 +33,10 @@ class _Unusable(Exception):
 
 
 class PieceReader:
-    """Reads one piece. `end_id` is where ids are cut into documents; `tally` counts."""
+    """Reads one piece. `end_id` is where ids are cut into documents; `tally` counts; `remedy`: what the user can do about an unusable row."""
 
-    def __init__(self, piece: Piece, settings: Settings, end_id: int, tally: Tally) -> None:
-        self.piece, self._settings, self._end_id, self._tally = piece, settings, end_id, tally
+    def __init__(self, piece: Piece, settings: Settings, end_id: int, tally: Tally, remedy: str = LEAVE_OUT) -> None:
+        self.piece, self._settings, self._end_id, self._tally, self._remedy = piece, settings, end_id, tally, remedy
         self._file, self._fields, self._ids_field = piece.file, settings.text_fields, settings.ids_field
         self._kind = piece.file.kind(settings.ids_dtype)
 
@@ -98,7 +98,7 @@ class PieceReader:
 
     def leave_out(self, row: int, reason: str) -> None:
         """Count an unusable row if the settings allow one more; otherwise raise DataError with its place and the reason."""
-        self._tally.leave_out(self.origin(row), reason, self._settings.max_invalid)
+        self._tally.leave_out(self.origin(row), reason, self._settings.max_invalid, self._remedy)
 
     # The documents of a row, by the kind of file. Each raises _Unusable.
 
@@ -109,8 +109,8 @@ class PieceReader:
             if first and (other := known_as(data[:SIGNATURE_BYTES])):
                 raise _Unusable(other)
             if b"\0" in data:
-                more = "; if it holds token ids, give their type with --ids-dtype" if self._file.suffix == ".bin" else ""
-                raise _Unusable(f"a binary file, not text{more}")
+                more = "; if it holds token ids, prepare_data.py needs their type: --ids-dtype"
+                raise _Unusable(f"a binary file, not text{more if self._file.suffix == '.bin' else ''}")
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -175,7 +175,7 @@ def read_documents(files: Iterable[str | Path | InputFile], text_field: str = "t
     settings = Settings(text_field, text_mode)
     for file in files:
         piece = Piece(file if isinstance(file, InputFile) else InputFile.found_at(str(file)))
-        for text, _ in PieceReader(piece, settings, -1, Tally()).documents():
+        for text, _ in PieceReader(piece, settings, -1, Tally(), CORRECT_IT).documents():
             if not isinstance(text, str):
                 raise DataError(f"{piece.file.name}: holds ids, not text")
             yield text

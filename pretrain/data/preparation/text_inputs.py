@@ -30,6 +30,9 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LISTED = 1000  # how many left-out rows are listed with their places; all are counted
 _TEXT_RECORDS = ("conversion",)
 _PAGE_RECORDS = ("response", "resource", "revisit")
+LEAVE_OUT = "correct it, or leave such rows out, up to a number, with --max-invalid"
+CORRECT_IT = "correct it, or remove it from the input"
+"""What a user can do about an unusable row: the second where a tool has no --max-invalid."""
 
 
 @dataclass
@@ -44,11 +47,11 @@ class Tally:
     """(where, why) of the first invalid rows."""
     marks: int = 0
 
-    def leave_out(self, where: str, why: str, most: int) -> None:
-        """Count an unusable row if that makes at most `most` of them; otherwise raise DataError with its place and the reason."""
+    def leave_out(self, where: str, why: str, most: int, remedy: str = LEAVE_OUT) -> None:
+        """Count an unusable row if that makes at most `most` of them; otherwise raise DataError with its place, the reason and the remedy."""
         if self.invalid >= most:
             before = f" (after {self.invalid} rows that were left out)" if self.invalid else ""
-            raise DataError(f"{where}: {why}{before}; correct it, or leave such rows out, up to a number, with --max-invalid")
+            raise DataError(f"{where}: {why}{before}; {remedy}")
         self.invalid += 1
         if len(self.invalid_rows) < _LISTED:
             self.invalid_rows.append((where, why))

@@ -221,7 +221,7 @@ def test_every_reading_error_names_the_file_and_the_place(tmp_path):
     for file, message in cases:
         with pytest.raises(DataError, match=re.escape(message)) as caught:
             list(read_documents([file]))
-        assert "\n" not in str(caught.value), file
+        assert not re.search("\n|--max-invalid", str(caught.value)), file  # tools that read so have no such option
 
 
 def test_half_a_surrogate_pair_is_named_with_its_line(trained, tmp_path):

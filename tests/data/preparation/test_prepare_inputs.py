@@ -348,7 +348,7 @@ def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
         "h.zip": (zipped.getvalue(), "a zip archive"),
         "i.ids": (npy.getvalue(), "a NumPy file: name it .npy"),
         "j.pdf": (b"%PDF-1.7\n", "a PDF: extract its text first"),
-        "k.bin": (b"ELF\0\1", "a binary file, not text; if it holds token ids, give their type with --ids-dtype"),
+        "k.bin": (b"ELF\0\1", "a binary file, not text; if it holds token ids, prepare_data.py needs their type: --ids-dtype"),
         "l.exe": (b"MZ\0\1", "a binary file, not text; "),
         "m.txt": ("x".encode("utf-16"), "UTF-16: convert it first"),
         "n.txt": (b"caf\xe9", "not valid UTF-8"),

@@ -66,7 +66,10 @@ def test_a_pattern_of_more_layers_than_there_are_is_refused():
             ),
             "model.rope.scale_local=false: model.family=mistral scales every layer",
         ),
-        (Model(family="mistral", **SIZES, rope=Rope(local_theta=5.0)), "model.family=mistral has one base"),
+        (
+            Model(family="mistral", **SIZES, attention=AttentionConfig(window=8), rope=Rope(local_theta=5.0)),
+            "model.family=mistral has one base",
+        ),
         (Model(family="llama", **SIZES, attention=AttentionConfig(window=8)), "model.attention.window=8 is not what"),
         (
             Model(family="qwen2", **SIZES, attention=AttentionConfig(bias=[])),

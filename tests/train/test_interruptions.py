@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -206,7 +207,9 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(config_file):
     """SIGHUP ended the run at once, with what it had computed since the last save."""
     run, (ours, its) = config_file.parent / "runs" / "run", os.openpty()
     command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), "run.steps=2000"]
-    process = subprocess.Popen(command, stdout=its, stderr=its)
+    # The tests themselves may have been started by nohup, which a run inherits.
+    hears = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=its, stderr=its, preexec_fn=hears)
     os.close(its)
     deadline = time.monotonic() + 90
     while steps_logged(run) < 3:

@@ -206,7 +206,7 @@ def _refuse_lost(folder: Path, own: list[Path], newest: str | None, resume: str)
 
 
 def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
-    """Raise CheckpointError for a path in the run's own directory that is none of its checkpoints.
+    """Raise CheckpointError for a path in the run's own directory that is not one of its checkpoints.
 
     Whoever gives one wants to go back. If the run went on from its newest checkpoint, retention might soon remove the one that was meant.
     """
@@ -225,7 +225,7 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
         move = "" if exists(free) else f"copy it to {free} and name that, "
         remedy = f"to go on from it, {move}{'or ' if move else ''}choose another run.name"
     raise CheckpointError(
-        f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}: {has}; {remedy}"
+        f"run.resume={path} lies in the run's own directory and is not one of its checkpoints in {folder}: {has}; {remedy}"
     )
 
 

@@ -364,7 +364,7 @@ def test_a_path_in_the_runs_own_directory_that_is_none_of_its_checkpoints_is_ref
     before = checkpoints(run)
     code, printed = start(pool, config_file, "run.steps=8", "checkpoint.keep_last=2", f"run.resume={path}")
     line = next(line for line in printed.splitlines() if line.startswith("error: "))
-    assert code == 1 and f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}" in line
+    assert code == 1 and f"run.resume={path} lies in the run's own directory and is not one of its checkpoints in {folder}" in line
     assert remedy in line and checkpoints(run) == before
 
 
@@ -598,5 +598,5 @@ def test_a_run_may_start_from_one_whose_directory_is_below_its_own(tmp_path):
     for path in (other, tmp_path / "a" / "first"):
         choose._refuse_inside(own, [], path)
     for path in (own / "step-00000002", tmp_path / "a" / "best" / "step-00000002", tmp_path / "a" / "step-00000002"):
-        with pytest.raises(CheckpointError, match="lies in the run's own directory and is none of its checkpoints"):
+        with pytest.raises(CheckpointError, match="lies in the run's own directory and is not one of its checkpoints"):
             choose._refuse_inside(own, [], path)

@@ -28,6 +28,7 @@ from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.shards.transfer import refuse_url
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
 
@@ -151,13 +152,14 @@ class WorkDirectory:
 
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the tokenizer into the new directory `target`. Raises DataError if a file is not the one that was saved."""
+        hashes = self.tokenizer / _HASHES
         try:
-            hashes = unsealed((self.tokenizer / _HASHES).read_bytes())
-            target.mkdir()
-            for name, sha256 in hashes.items():
-                shutil.copyfile(self.tokenizer / name, target / name)
-                if sha256_of(target / name) != sha256:
-                    raise ValueError(f"{name} has other content")
+            # Earlier versions kept no hashes. Of their work, only what decides the ids is checked.
+            expected = unsealed(hashes.read_bytes()) if hashes.exists() else {}
+            shutil.copytree(self.tokenizer, target, ignore=shutil.ignore_patterns(_HASHES))
+            other = (f"{name} has other content" for name, sha256 in expected.items() if sha256_of(target / name) != sha256)
+            if problem := next(other, None) or copy_difference(target, self.read_plan().tokenizer):
+                raise ValueError(problem)
         except (FileNotFoundError, ValueError) as error:
             raise DataError(f"{self.tokenizer}: damaged ({error}); start again with --restart") from error
 

@@ -22,7 +22,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +99,14 @@ class PackIndex:
         """The number of files."""
         return len(self.sha256)
 
-    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True) -> None:
-        """With `hashes`, hash the files i with i % parts == part; `open_index` has seen their sizes. Raises DataError naming the first damaged file."""
+    def verify(
+        self, part: int = 0, parts: int = 1, hashes: bool = True, *, seen: Callable[[int], object] | None = None
+    ) -> None:
+        """With `hashes`, hash the files i with i % parts == part; `open_index` has seen their sizes. Raises DataError naming the first damaged file.
+        `seen`: see `sha256_of`.
+        """
         for name, expected in sorted(self.sha256.items())[part::parts]:
-            if hashes and sha256_of(self.path / name) != expected:
+            if hashes and sha256_of(self.path / name, seen) != expected:
                 raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; remove {self.path}")
 
     def __getstate__(self) -> dict[str, object]:

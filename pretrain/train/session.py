@@ -14,7 +14,7 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
-from pretrain.data.training_data import verify_everywhere
+from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.cores import kept_on_cores, usable_cores

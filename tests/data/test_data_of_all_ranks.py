@@ -4,14 +4,18 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from running import run_main
 
+from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
@@ -22,10 +26,9 @@ from pretrain.data.sources import check_tokenizers
 from pretrain.data.stream import Shuffle, Stream
 from pretrain.data.tokenizers.tokenizer import copy_difference, identity_of, load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
-from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
-from pretrain.storage import sealed_json, unsealed
+from pretrain.storage import sealed_json, sha256_of, unsealed
 from pretrain.train.identity import check_changes, identity_changes
 
 
@@ -92,7 +95,7 @@ def test_small_sources_are_shared_evenly(tmp_path, byte_tokenizer, monkeypatch):
     sources = [write(tmp_path / f"source-{number}", byte_tokenizer, [20, 20]) for number in range(7)]
     hashed: dict[int, set[Path]] = defaultdict(set)
     monkeypatch.setattr(
-        "pretrain.data.shards.reader.check_content", lambda file, sha256: hashed[threading.get_ident()].add(file.parent)
+        "pretrain.data.shards.reader.check_content", lambda file, sha256, seen: hashed[threading.get_ident()].add(file.parent)
     )
     streams = [stream_of(*[Windows("a", PreparedData.open(path), 16) for path in sources]) for _ in range(3)]
     assert on_ranks(streams) == [True] * 3
@@ -111,11 +114,11 @@ def test_ranks_that_see_one_directory_share_the_work_and_those_with_copies_do_no
     shutil.copytree(path, tmp_path / "copy")
     seen = []
     monkeypatch.setattr(
-        PreparedData, "verify", lambda self, part, parts, hashes: seen.append((self.path.name, part, parts, hashes))
+        PreparedData, "verify", lambda self, part, parts, hashes, **_: seen.append((self.path.name, part, parts, hashes))
     )
     monkeypatch.setattr(
         "pretrain.data.packing.PackIndex.verify",
-        lambda self, part, parts, hashes: seen.append((self.path.parents[1].name, part, parts, hashes)),
+        lambda self, part, parts, hashes, **_: seen.append((self.path.parents[1].name, part, parts, hashes)),
     )
     one = lambda name, cache: stream_of(opened(tmp_path / name, tmp_path / cache))  # noqa: E731
     assert (
@@ -127,6 +130,31 @@ def test_ranks_that_see_one_directory_share_the_work_and_those_with_copies_do_no
     seen.clear()
     assert on_ranks([one("data", "cache-a")] * 2, full=False) == [False] * 2
     assert sorted(seen) == [("cache-a", 0, 2, False), ("cache-a", 1, 2, False), ("data", 0, 2, False), ("data", 1, 2, False)]
+
+
+def hashing_for_long(seconds: float, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose rank 1 takes so long for one shard, piece by piece."""
+    slow = []
+
+    def slowly(path, *seen):
+        if os.environ["RANK"] == "1" and not slow:
+            slow.append(path)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                for tell in seen:
+                    tell(1)
+        return sha256_of(path, *seen)
+
+    with patch("pretrain.data.shards.manifest.sha256_of", slowly):
+        return run_main(config_file, *overrides)
+
+
+def test_hashing_the_data_may_take_longer_than_ranks_wait_for_each_other(pool, config_file):
+    """A rank with less on its node's disk waited parallel.timeout_seconds for one with more, and ended the run."""
+    overrides = ("data.verify=full", "parallel.strategy=ddp", "parallel.timeout_seconds=5", "run.steps=2")
+    results = pool.launch(2, hashing_for_long, 13.0, str(config_file), *overrides)
+    assert [code for code, _ in results] == [0, 0], results[0][1]
 
 
 def test_the_ranks_share_even_the_sizes_of_files(tmp_path, byte_tokenizer, monkeypatch):

@@ -81,7 +81,7 @@ class PreparedPairs:
     @classmethod
     def open(cls, path: str | Path, name: str | None = None) -> PreparedPairs:
         """Read the manifests and check that the two sides belong together. Raises DataError naming a file that does not. No shard is
-        looked at (see `training_data.verify_everywhere`).
+        looked at (see `data_of_all_ranks.verify_everywhere`).
         """
         path = Path(path)
         content = read_pairs(path)

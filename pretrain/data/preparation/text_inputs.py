@@ -168,7 +168,7 @@ def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterato
                 if first != line:
                     raise DataError(
                         f"{file.name}, lines {first} to {line}: one row by its quotation marks, and {wrong}; one mark too many swallows good "
-                        "rows, so --max-invalid never leaves such lines out: correct them (a quotation mark inside quotes is written twice)"
+                        "rows, so such lines are never left out: correct them (a quotation mark inside quotes is written twice)"
                     )
                 yield wrong if is_csv or '"' not in "".join(row) else f"{wrong}; in .tsv quotation marks do not group values"
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,10 +242,10 @@ def read_inputs(directory: Path, sha256: str) -> list[str]:
     return json.loads((directory / INPUTS_NAME).read_bytes())
 
 
-def check_content(file: Path, sha256: str) -> None:
-    """Raise DataError, naming `file`, unless it has the content that the manifest gives."""
+def check_content(file: Path, sha256: str, seen: Callable[[int], object] | None = None) -> None:
+    """Raise DataError, naming `file`, unless it has the content that the manifest gives. `seen`: see `sha256_of`."""
     try:
-        actual = sha256_of(file)
+        actual = sha256_of(file, seen)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from error
     if actual != sha256:

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,8 +65,12 @@ class Holding(Protocol):
     def pieces_to_verify(self) -> int:
         """Into how many parts `verify` can be divided."""
 
-    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True) -> None:
-        """Look at this part of the files: at their sizes, and with `hashes` at their content. Raises DataError naming the first damaged one."""
+    def verify(
+        self, part: int = 0, parts: int = 1, hashes: bool = True, *, seen: Callable[[int], object] | None = None
+    ) -> None:
+        """Look at this part of the files: at their sizes, and with `hashes` at their content, of which `seen` is told how many bytes were read,
+        piece by piece. Raises DataError naming the first damaged one.
+        """
 
 
 class PreparedData:
@@ -292,27 +297,33 @@ class PreparedData:
         """The number of shards."""
         return len(self.manifest.shards)
 
-    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True, fetch: bool = False) -> None:
+    def verify(
+        self,
+        part: int = 0,
+        parts: int = 1,
+        hashes: bool = True,
+        fetch: bool = False,
+        seen: Callable[[int], object] | None = None,
+    ) -> None:
         """Compare the shards i with i % parts == part (so that ranks can share the work) with their hashes, and check their documents.
 
         Without `hashes` only the sizes of their files are compared. Behind a URL, every file is checked when it is downloaded. So
         only the copies in the cache are hashed here, and damaged ones evicted. `fetch` downloads the rest too, which checks the
-        present files.
+        present files. `seen` is told how many bytes were hashed, piece by piece.
 
         Raises DataError naming the first damaged file.
         """
         shards = range(part, len(self.manifest.shards), parts)
         if self._remote is not None:
             if hashes:
-                self._remote.verify(
-                    (file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch
-                )
+                stored = (file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype))
+                self._remote.verify(stored, fetch, seen)
             return
         for shard in shards:
             for file in self.manifest.shards[shard].stored(self.dtype):
                 check_size(self._place(file.name), file.size)
                 if hashes:
-                    check_content(self.path / file.name, file.sha256)
+                    check_content(self.path / file.name, file.sha256, seen)
             if hashes:
                 self._check_documents(shard)
                 self._check_end(shard)

@@ -71,15 +71,15 @@ class RemoteFiles:
         if chosen:
             self._prefetcher.add(chosen)
 
-    def verify(self, files: Iterable[StoredFile], fetch: bool) -> None:
-        """Hash the local copies, and with `fetch` download the others, which checks them too.
+    def verify(self, files: Iterable[StoredFile], fetch: bool, seen: Callable[[int], object] | None = None) -> None:
+        """Hash the local copies, and with `fetch` download the others, which checks them too. `seen`: see `sha256_of`.
 
         A damaged copy is evicted with a warning, and downloaded again now or when it is read. Raises DataError if that fails.
         """
         for file in files:
             copy = self.cache.path(file.sha256)
             with contextlib.suppress(FileNotFoundError):  # not downloaded yet, or evicted meanwhile
-                if sha256_of(copy) != file.sha256:
+                if sha256_of(copy, seen) != file.sha256:
                     log.warning("%s: its copy %s is damaged; it is downloaded again", self.place(file.name), copy)
                     self.cache.drop(file.sha256)
             if fetch:

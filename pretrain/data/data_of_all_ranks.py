@@ -1,0 +1,84 @@
+"""Whether all ranks read the same, intact data."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretrain.data.shards.reader import Holding
+from pretrain.errors import DataError, UserError
+
+
+class RanksOfRun(Protocol):
+    """The part of `distributed.ranks.Ranks` that checking needs."""
+
+    rank: int
+
+    def gather(self, name: str, value: Any) -> list[Any]: ...
+
+    def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError], storage: bool = False) -> Any: ...
+
+    def in_pieces(self, name: str) -> AbstractContextManager[Callable[[int], object]]: ...
+
+
+def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
+    """Check that all ranks read the same, intact data; raise DataError on every rank if not. Return whether files were hashed.
+
+    `held`: the data of the run (`TrainingData.holdings`). The size of every file is compared, and with `full` its hash. Ranks that
+    see the same files, on shared storage or on one host, share the work. The ranks of a node look at what lies on its own disk.
+    """
+    host = socket.gethostname()
+    places = ranks.attempt(
+        "places of the data", lambda: [_place(holding.manifest_file, host) for _, holding in held], DataError
+    )
+    everywhere = ranks.gather("content of the data", (host, [(str(h.path), h.content) for _, h in held], places))
+    _refuse_differences([key for key, _ in held], everywhere)
+
+    name = "hashes of the data" if full else "files of the data"
+
+    def verify() -> None:
+        dealt: dict[tuple[int, ...], int] = defaultdict(int)
+        with ranks.in_pieces(name) as seen:  # one rank may have far more to hash than another
+            for number, (key, holding) in enumerate(held):
+                together = tuple(
+                    rank for rank, (_, _, places_there) in enumerate(everywhere) if places_there[number] == places[number]
+                )
+                # Each directory goes on where the one before it ended: many small ones would all begin with the first ranks.
+                part = (together.index(ranks.rank) - dealt[together]) % len(together)
+                try:
+                    holding.verify(part, len(together), hashes=full, seen=seen)
+                except DataError as error:
+                    raise DataError(f"{key}: {error}") from error
+                dealt[together] += holding.pieces_to_verify
+
+    ranks.attempt(name, verify, DataError, storage=True)
+    return full and bool(held)
+
+
+def _place(file: Path, host: str) -> tuple[str, int, int, int]:
+    """A value that is equal for ranks that see the same file. Disks of different nodes may be exact copies, so a disk counts as its
+    host's own; network file systems have no device number of a disk (major 0).
+    """
+    status = os.stat(file)
+    return host if os.major(status.st_dev) else "", status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _refuse_differences(keys: list[str], everywhere: list[tuple[str, list[tuple[str, str]], Any]]) -> None:
+    first_host, first, _ = everywhere[0]
+    for rank, (host, contents, _) in enumerate(everywhere):
+        if len(contents) != len(first):
+            raise DataError(
+                f"rank {rank} on {host} reads {len(contents)} directories of data and rank 0 on {first_host} {len(first)}; start all "
+                "ranks with the same configuration"
+            )
+        for key, (path, content), (own_path, own_content) in zip(keys, first, contents):
+            if content != own_content:
+                raise DataError(
+                    f"{key}: {own_path} of rank {rank} on {host} has other content than {path} of rank 0 on {first_host}; copy the data "
+                    "anew to the node that is wrong, and remove its packing index where one is named"
+                )

@@ -28,11 +28,13 @@ _OURS = ("causal_attention", "causal_attention_fp32", "multiply_rows")
 its scores with it, which are the largest tensors of all. A network without experts has no `multiply_rows`."""
 
 
-def prepare_blocks(network: nn.Module, config: Config) -> None:
-    """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says."""
+def prepare_blocks(network: nn.Module, config: Config, backend: str = "inductor") -> None:
+    """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says. `backend`: torch.compile's, for
+    the blocks or the model; the loss is compiled by its own default only.
+    """
     options = config.parallel
     set_compute_format(network, DTYPES[config.precision.compute])
-    if options.compile != "none":
+    if options.compile != "none" and backend == "inductor":
         compile_loss(network)
     recomputes, selective = options.activation_checkpointing != "none", options.activation_checkpointing == "selective"
     recompute = functools.partial(recompute_blocks, network, selective, options.checkpoint_every_block)
@@ -45,7 +47,7 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
     if recomputes:
         recompute(is_one_graph if options.compile == "blocks" else lambda unit: True)
     if options.compile == "blocks":
-        compile_blocks(network, budget=options.activation_memory_budget)
+        compile_blocks(network, backend, options.activation_memory_budget)
         if recomputes:
             recompute(lambda unit: not is_one_graph(unit))
             # Or else torch tries what it has compiled in the order of last use, and recomputes with another version than it ran forward, which
@@ -56,7 +58,7 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
 
         offload_activations(network)
     if options.compile == "model":
-        compile_model(network, budget=options.activation_memory_budget)
+        compile_model(network, backend, options.activation_memory_budget)
 
 
 def set_master_format(network: nn.Module, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from running import write_prepared
 
 from pretrain.config.load import load_config
 from pretrain.run import main
+from pretrain.train.memory_estimate import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs" / "pretrain").glob("*.yaml"))
@@ -56,10 +57,25 @@ def test_a_recipe_passes_its_check_and_the_page_says_the_same(path, corpus, monk
     layout = ", ".join([found(r"^layout   (.*) on"), found(r"ranks? x (\d+ micro-steps?)")])
     row = [
         f"`{path.stem}`", f"{parameters / 1e6:,.0f}M", f"{tokens / 1e9:.1f}B", f"{step / 1e6:.2f}M tokens", found(r"^layout .* on (\d+) processes"),
-        layout, found(r"^memory   ([\d.]+ .B) per rank"),
+        layout, found(r"^memory   ([\d.]+ .B) per rank"), of_page(path.stem)[7],
         found(r"^saves    ([\d.]+ .B) each"), "not known",
     ]  # fmt: skip
-    assert f"| {' | '.join(row)} |" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    assert row == of_page(path.stem)
+
+
+def of_page(name: str) -> list[str]:
+    """The row of a recipe in the page's table."""
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    [line] = re.findall(rf"^\| (`{re.escape(name)}` .*) \|$", page, re.MULTILINE)
+    return line.split(" | ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_page_says_how_much_memory_a_gpu_needs_and_80_gib_are_enough(path):
+    processes, overrides = PROCESSES[path.stem]
+    most = estimate_memory(load_config(path, overrides)[0], processes, 85e9).most
+    assert of_page(path.stem)[7] == f"{most / 1e9:.1f} GB" and most < 80e9
 
 
 def test_the_shares_of_every_recipe_add_up_to_one():

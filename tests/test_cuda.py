@@ -2,6 +2,9 @@
 
 import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
 from torch._dynamo.utils import counters
 
+from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import Optim
 from pretrain.errors import TrainingError
@@ -28,11 +32,13 @@ from pretrain.parallel.cuda_graph import RecordedMicroStep
 from pretrain.parallel.fp8 import Fp8Product, takes_scales_of_rows
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.ring_parts import Kernel
+from pretrain.train.memory_estimate import estimate_memory
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+ROOT = Path(__file__).resolve().parents[1]
 CUDA = "run.device=cuda"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -95,6 +101,23 @@ def test_fsdp_on_one_gpu_with_nccl_equals_the_single_process(pool, config_file):
     one = train(pool, 1, config_file, "run.name=one", *options)
     sharded = train(pool, 1, config_file, "run.name=sharded", "parallel.strategy=fsdp", "parallel.shard=1", *options)
     assert largest_gradient_difference(gradients(sharded), gradients(one)) <= 5e-6
+
+
+@pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal attention is that of a CPU, which keeps all scores")
+@pytest.mark.parametrize(
+    "options", [(), ("precision.compute=bf16", "parallel.activation_checkpointing=full"), ("precision.compute=bf16", "parallel.compile=blocks")]
+)
+def test_a_gpu_holds_what_is_found_without_one(config_file, options):
+    options = (
+        "model={family: llama, dim: 1024, layers: 8, heads: 8, kv_heads: 4, ffn_dim: 2816}", "data.sequence_length=1024", *options,
+        "batch={micro_sequences: 8, sequences: 16}", "run.steps=3", "schedule.warmup_steps=1", CUDA,
+    )  # fmt: skip
+    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)  # of its own, for its own peak
+    assert done.returncode == 0, done.stderr
+    run = config_file.parent / "runs" / "run"
+    config, _ = load_config(run / "config.yaml", [])
+    assert estimate_memory(config, 1).most == pytest.approx(read_metrics(run)[-1]["memory"]["largest"], rel=0.05)
 
 
 @pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full",)], ids=["", "recomputed"])

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from pretrain.errors import ConfigError
 from pretrain.models import attention, build_network
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.decoder import Decoder, count_parameters
+from pretrain.models.families import family_of
 from pretrain.models.layers import Embedding
 from pretrain.models.masks import Mask, attention_backend
 from pretrain.models.output_head import OutputHead
@@ -99,12 +98,11 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
 def _refuse_unknown(config: Config) -> None:
     for name, only in _UNKNOWN.items():
         if getattr(config.parallel, name) != only:
-            raise ConfigError(
-                f"parallel.{name}={getattr(config.parallel, name)} is not known to the estimate of memory; leave it out"
-            )
+            given, wanted = (str(value).lower() for value in (getattr(config.parallel, name), only))
+            raise ConfigError(f"parallel.{name}={given} is not known to the estimate of memory; set it to {wanted}")
     if config.precision.fp8 != "none":
-        raise ConfigError(f"precision.fp8={config.precision.fp8} is not known to the estimate of memory; leave it out")
-    if config.model.encoder.layers or config.data.pairs is not None or config.model.family == "hf":
+        raise ConfigError(f"precision.fp8={config.precision.fp8} is not known to the estimate of memory; set it to none")
+    if config.model.encoder.layers or config.data.pairs is not None or not family_of(config.model.family).splits:
         raise ConfigError(
             "the estimate of memory is for decoders of pretrain, without data.pairs, model.encoder and model.family=hf"
         )
@@ -141,7 +139,7 @@ def _are_views(config: Config, layout: Layout) -> bool:
 # ---- what comes and goes -----------------------------------------------------------------------------------------------
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Counts the bytes of tensors that operators make, without those of `known`."""
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -206,19 +204,20 @@ def _measure(network: Decoder, config: Config, layout: Layout) -> tuple[int, int
     if is_sharded:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    _attend_as_on_a_gpu(network)
     prepare_blocks(network, config, "aot_eager_decomp_partition")
     copies = None
     if keeps_casts(config, layout.strategy, layout.data_size):
         copies = WeightCopies(network, DTYPES[config.precision.compute])
     inputs = _inputs(config)
-    with _as_on_a_gpu(network), copies.in_use() if copies else nullcontext():
+    with copies.in_use() if copies else nullcontext():
         _micro_step(network, inputs)
         known = [*parameters, *inputs.values(), *(copies.copies.values() if copies else ())]
         if layout.micro_steps > 1:
             known += [parameter.grad for parameter in parameters if parameter.grad is not None]
         else:
             network.zero_grad()
-        with _Allocations(known) as counted:
+        with Allocations(known) as counted:
             _micro_step(network, inputs)
     places = {_place(parameter.grad) for parameter in parameters if parameter.grad is not None}
     gradients = sum(counted.at_most.get(number, 0) for place, (number, _) in counted.live.items() if place in places)
@@ -238,25 +237,23 @@ def _micro_step(network: nn.Module, inputs: dict[str, Tensor]) -> None:
     network(**inputs, with_cross_entropy=True).objective_B.sum().backward()
 
 
-@contextmanager
-def _as_on_a_gpu(network: Decoder) -> Iterator[None]:
+def _attend_as_on_a_gpu(network: Decoder) -> None:
     """Let attention keep for backward what it keeps on a GPU."""
     by_blocks = attention_backend(network.config, _GPU, training=True) == "flex"
-    make_mask = network.make_mask
 
     def attend(
-        q, k, v, mask: Mask | None, scale: float, soft_cap: float = 0.0, sinks: Tensor | None = None, *, dropout=None
+        q, k, v, mask: Mask | None, scale: float, soft_cap: float = 0.0, sinks: Tensor | None = None, dropout=None
     ) -> Tensor:
         if dropout is not None or (not by_blocks and (soft_cap or sinks is not None)):
-            return attention._plain(q, k, v, mask, scale, soft_cap, sinks, dropout)
-        if not by_blocks and mask is not None and q.shape[1] != k.shape[1]:  # see `repeats_groups`
+            return attention.attend(q, k, v, mask, scale, soft_cap, sinks, dropout)  # matrix products, on any device
+        if q.shape[1] != k.shape[1] and (
+            (mask is not None and not by_blocks) or q.dtype == torch.float32
+        ):  # see `repeats_groups`
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return causal_attention(q, k, v, scale)[0]
 
+    for module in network.modules():
+        if isinstance(module, attention.Scored):
+            module.attend = attend
     if by_blocks:
         network.make_mask = lambda *_: None
-    try:
-        with patch.object(attention, "attend", attend):
-            yield
-    finally:
-        network.make_mask = make_mask

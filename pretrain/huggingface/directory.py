@@ -26,6 +26,8 @@ from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.family import INERT, Family
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry, Shape
 from pretrain.models.hf.hf_config import LARGEST_CONFIG
+from pretrain.models.positions import rotated_width
+from pretrain.models.shape import cycled, flat, has_windows
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +108,40 @@ def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = Fa
     )
 
 
-def check_round_trip(family: Family, config: dict[str, Any]) -> None:
-    """Raise ConfigError naming a field of this config.json that does not come back when it is read and written again."""
-    config = json.loads(json.dumps(config))
+def check_round_trip(model: Model, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless this config.json, which is to describe the model, comes back when it is read and written again, and the model
+    itself, when it is written and read. The message names the field or the key that does not.
+    """
+    family, config = family_of(model.family), json.loads(json.dumps(config))
     again = json.loads(json.dumps(family.to_hf(family.from_hf(config))))
     for name, value in again.items():
         # Special tokens are the tokenizer's, not the model's.
         if config.get(name) != value and name not in INERT:
             raise ConfigError(f"config.json: {name}={config.get(name)!r} comes back as {value!r} for {family.name}")
+    # What is lost on the way out is in neither config.json.
+    read = family.from_hf(json.loads(json.dumps(family.to_hf(model))))
+    ours, theirs = _effective(model), _effective(read)
+    for item in family.fields:  # switches without a field were compared with what the family computes
+        value, other = ours[item.ours], theirs[item.ours]
+        if value != other and not (
+            isinstance(value, float) and math.isclose(value, other, rel_tol=1e-12)
+        ):  # inverses are rounded
+            raise ConfigError(
+                f"model.{item.ours}={flat(model)[item.ours]} comes back as {flat(read)[item.ours]} from {item.theirs} of config.json, so "
+                f"{family.name} of transformers cannot say it; change it, or set model.family=custom (which has no export)"
+            )
+
+
+def _effective(model: Model) -> dict[str, Any]:
+    """The keys of a complete model. Those that have several spellings of one meaning are said in one way."""
+    windows = has_windows(model)
+    return flat(model) | {
+        "attention.bias": sorted(model.attention.bias),
+        "attention.window": model.attention.window if any(windows) else 0,
+        "attention.window_pattern": windows,
+        "rope.pattern": cycled(model.rope.pattern, model.layers),
+        "rope.fraction": rotated_width(model),
+    }
 
 
 # ---- the directory ----------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ class HfDirectory:
             )
 
     def _rename(self) -> None:
-        """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""
+        """Older files, and those of the base model, leave a word out before all names of the trunk; some hold what is not computed."""
         family = self.plan.family
         known = self.plan.theirs.keys()
         if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
@@ -248,7 +248,20 @@ class HfDirectory:
         )
         if missing or surplus:
             which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {self.plan.family.name}"
-            raise CheckpointError(f"{self.directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
+            found = f"{which} ({len(missing)} missing, {len(surplus)} surplus tensors)"
+            raise CheckpointError(f"{self.directory}: {self._without_head(missing, surplus) or found}")
+
+    def _without_head(self, missing: list[str], surplus: list[str]) -> str | None:
+        """What to say of files of transformers' base model where its head is not tied, or where no family says which word it leaves out."""
+        prefix, kind = self.plan.family.prefix, self.plan.family.architecture or "AutoModelForCausalLM"
+        if surplus and set(surplus) <= {name.partition(".")[2] for name in missing}:
+            return f"holds the base model: {surplus[0]} and all other names lack a word; save the whole model, from {kind}"
+        if surplus or not prefix or any(name.startswith(prefix) for name in missing):
+            return None
+        return (
+            f"holds the base model without a head: {missing[0]} is missing, and config.json does not tie it to the embedding; save the model "
+            f"with its head, from {kind}, or set tie_word_embeddings to true if the embedding is its head"
+        )
 
     def _check_tensors(self) -> None:
         whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}

@@ -127,6 +127,7 @@ T5 = Family(
     },
     inert=frozenset({"classifier_dropout"}),
     rope=None,
+    prefix="",
     refuse=_refuse,
     copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     # A table that T5's first checkpoints have and nothing reads.

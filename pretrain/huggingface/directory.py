@@ -6,6 +6,7 @@ HfDirectory    configuration, index, names, shapes and number formats, checked b
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -158,8 +159,11 @@ class HfDirectory:
     def __init__(self, directory: Path, family: str | None = None) -> None:
         self.directory = directory
         self.config = read_config(directory)
-        self.model: Model = (family_of(family) if family else family_of_hf(self.config)).from_hf(self.config)
+        reader = family_of(family) if family else family_of_hf(self.config)
+        self.model: Model = reader.from_hf(self.config)
         self.files = _placed(directory)
+        if reader.own_head and reader.own_head(self.model, self.files.keys()):
+            self.model = dataclasses.replace(self.model, tie_embeddings=False)
         self._check_sizes()
         self.plan = plan_weights(self.model)
         self._rename()

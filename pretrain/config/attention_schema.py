@@ -60,7 +60,7 @@ class Rope:
     )
     low_frequency: float | None = key(
         None,
-        "`llama3`: waves longer than `original_length` / `low_frequency` are scaled fully.",
+        "`llama3`: waves longer than `original_length` / `low_frequency` are scaled fully; below `high_frequency`.",
         gt=0,
         le=1e6,
         when=LLAMA3,

@@ -6,6 +6,7 @@ HfDirectory    configuration, index, names, shapes and number formats, checked b
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -26,6 +27,8 @@ from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.family import INERT, Family
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry, Shape
 from pretrain.models.hf.hf_config import LARGEST_CONFIG
+from pretrain.models.positions import rotated_width
+from pretrain.models.shape import cycled, flat, has_windows
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +109,42 @@ def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = Fa
     )
 
 
-def check_round_trip(family: Family, config: dict[str, Any]) -> None:
-    """Raise ConfigError naming a field of this config.json that does not come back when it is read and written again."""
-    config = json.loads(json.dumps(config))
+def check_round_trip(model: Model, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless this config.json, which is to describe the model, comes back when it is read and written again, and the model
+    itself, when it is written and read. The message names the field or the key that does not.
+    """
+    family, config = family_of(model.family), json.loads(json.dumps(config))
     again = json.loads(json.dumps(family.to_hf(family.from_hf(config))))
     for name, value in again.items():
         # Special tokens are the tokenizer's, not the model's.
         if config.get(name) != value and name not in INERT:
             raise ConfigError(f"config.json: {name}={config.get(name)!r} comes back as {value!r} for {family.name}")
+    if not family.fields:  # model.family=hf, whose only key is a config.json
+        return
+    # What is lost on the way out is in neither config.json.
+    read = family.from_hf(json.loads(json.dumps(family.to_hf(model))))
+    ours, theirs = _effective(model), _effective(read)
+    for item in family.fields:  # switches without a field were compared with what the family computes
+        value, other = ours[item.ours], theirs[item.ours]
+        if value != other and not (
+            isinstance(value, float) and math.isclose(value, other, rel_tol=1e-12)
+        ):  # inverses are rounded
+            raise ConfigError(
+                f"model.{item.ours}={flat(model)[item.ours]} comes back as {flat(read)[item.ours]} from {item.theirs} of config.json, so "
+                f"{family.name} of transformers cannot say it; change it, or set model.family=custom (which has no export)"
+            )
+
+
+def _effective(model: Model) -> dict[str, Any]:
+    """The keys of a complete model. Those that have several spellings of one meaning are said in one way."""
+    windows = has_windows(model)
+    return flat(model) | {
+        "attention.bias": sorted(model.attention.bias),
+        "attention.window": model.attention.window if any(windows) else 0,
+        "attention.window_pattern": windows,
+        "rope.pattern": cycled(model.rope.pattern, model.layers),
+        "rope.fraction": rotated_width(model),
+    }
 
 
 # ---- the directory ----------------------------------------------------------------------------------------------------
@@ -130,8 +161,11 @@ class HfDirectory:
     def __init__(self, directory: Path, family: str | None = None) -> None:
         self.directory = directory
         self.config = read_config(directory)
-        self.model: Model = (family_of(family) if family else family_of_hf(self.config)).from_hf(self.config)
+        reader = family_of(family) if family else family_of_hf(self.config)
+        self.model: Model = reader.from_hf(self.config)
         self.files = _placed(directory)
+        if reader.own_head and reader.own_head(self.model, self.files.keys()):
+            self.model = dataclasses.replace(self.model, tie_embeddings=False)
         self._check_sizes()
         self.plan = plan_weights(self.model)
         self._rename()
@@ -179,7 +213,7 @@ class HfDirectory:
             )
 
     def _rename(self) -> None:
-        """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""
+        """Older files, and those of the base model, leave a word out before all names of the trunk; some hold what is not computed."""
         family = self.plan.family
         known = self.plan.theirs.keys()
         if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
@@ -220,7 +254,20 @@ class HfDirectory:
         )
         if missing or surplus:
             which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {self.plan.family.name}"
-            raise CheckpointError(f"{self.directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
+            found = f"{which} ({len(missing)} missing, {len(surplus)} surplus tensors)"
+            raise CheckpointError(f"{self.directory}: {self._without_head(missing, surplus) or found}")
+
+    def _without_head(self, missing: list[str], surplus: list[str]) -> str | None:
+        """What to say of files of transformers' base model where its head is not tied, or where no family says which word it leaves out."""
+        prefix, kind = self.plan.family.prefix, self.plan.family.architecture or "AutoModelForCausalLM"
+        if surplus and set(surplus) <= {name.partition(".")[2] for name in missing}:
+            return f"holds the base model: {surplus[0]} and all other names lack a word; save the whole model, from {kind}"
+        if surplus or not prefix or any(name.startswith(prefix) for name in missing):
+            return None
+        return (
+            f"holds the base model without a head: {missing[0]} is missing, and config.json does not tie it to the embedding; save the model "
+            f"with its head, from {kind}, or set tie_word_embeddings to true if the embedding is its head"
+        )
 
     def _check_tensors(self) -> None:
         whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}

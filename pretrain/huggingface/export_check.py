@@ -38,7 +38,8 @@ _REMEDY = "checkpoint.export_check=false trains without that"
 
 def check_map(model: Model) -> None:
     """The part that needs nothing but our own code. Raises CheckpointError or ConfigError."""
-    check_round_trip(plan_weights(model).family, family_of(model.family).to_hf(model))
+    plan_weights(model)
+    check_round_trip(model, family_of(model.family).to_hf(model))
 
 
 class ExportCheck:

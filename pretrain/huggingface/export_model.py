@@ -87,7 +87,7 @@ def export(
         _carry_generation(checkpoint, writing)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
-        check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
+        check_round_trip(model, files.read_json(writing / "config.json"))
         compared = compare_logits(writing, model, source.plan.parameters, source.whole) if verify else None
         record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)

@@ -80,7 +80,11 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
             attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
-            write_checkpoint(output, tensors, state, attachments, ALONE, _EntryByEntry(source, done).read)
+            reading = _EntryByEntry(source, done)
+            try:
+                write_checkpoint(output, tensors, state, attachments, ALONE, reading.read)
+            except CheckpointError as error:  # it names what was being written, and the user's file is what cannot be read
+                raise reading.problem or error from error
     notes = source.plan.family.import_notes(source.config, source.model)
     if (directory / CHAT_FILE).is_file():
         notes = [*notes, f"{CHAT_FILE} stays where it is: training does not use it; copy it into an export that is to chat"]
@@ -100,19 +104,24 @@ def preset(model: Model, name: str) -> str:
 
 
 class _EntryByEntry:
-    """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
+    """Tensors one by one, in the order of the weight map; holds those of the entry it is at. `problem`: why one could not be read."""
 
     def __init__(self, source: HfDirectory, done: ByteProgress) -> None:
         self.source, self.done = source, done
         self.line_of = {name: line for line in source.plan.entries for name in line.ours}
         self.current: dict[str, Tensor] = {}
+        self.problem: CheckpointError | None = None
 
     def read(self, name: str) -> Tensor:
         name = name.removeprefix("model.")
         if name not in self.current:
             self.current = {}  # before the next is read
             line = self.line_of[name]
-            self.current = self.source.read(line)
+            try:
+                self.current = self.source.read(line)
+            except CheckpointError as error:
+                self.problem = error
+                raise
             self.done.add(self.source.nbytes_of(line))
         return self.current[name]
 

@@ -41,13 +41,17 @@ class Opened:
 
     def known(self, ids: list[int], origin: str) -> list[int]:
         """`ids` as they are. Raises DataError, naming their `origin`, for one that the model's vocabulary has no row for."""
-        rows = self.network.config.vocab_size
-        if ids and max(ids) >= rows:
-            raise DataError(
-                f"{origin}: has token {max(ids)} of the tokenizer, but the model's vocabulary has {rows} rows; change the text, "
-                "or take the tokenizer that the model was trained with"
-            )
-        return ids
+        return known_ids(ids, self.network.config.vocab_size, origin)
+
+
+def known_ids(ids: list[int], rows: int, origin: str) -> list[int]:
+    """`ids` as they are. Raises DataError, naming their `origin`, for one that a vocabulary of so many rows does not have."""
+    if ids and max(ids) >= rows:
+        raise DataError(
+            f"{origin}: has token {max(ids)} of the tokenizer, but the model's vocabulary has {rows} rows; change the text, "
+            "or take the tokenizer that the model was trained with"
+        )
+    return ids
 
 
 def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str = "fp32", family: str | None = None) -> Opened:

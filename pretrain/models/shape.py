@@ -115,8 +115,6 @@ def _sizes(model: Model, sequence_length: int | None) -> Model:
 
 
 def _check(model: Model) -> None:
-    from pretrain.models.positions import rotated_width
-
     if model.latent.kv_rank:
         _check_latent(model)
     if model.experts.count:
@@ -136,8 +134,18 @@ def _check(model: Model) -> None:
         raise ConfigError(
             "model.max_sequence_length is missing: model.positions=learned has a vector for each position; set it"
         )
+    _check_rotation(model)
+    check_encoder(model)
+    _check_relative(model)
+
+
+def _check_rotation(model: Model) -> None:
+    from pretrain.models.positions import rotated_width
+
+    if model.positions != "rope":
+        return
     width = rotated_width(model)
-    if model.positions == "rope" and (width % 2 or not width):
+    if width % 2 or not width:
         if model.rope.fraction == 1 and not model.latent.kv_rank:
             raise ConfigError(
                 f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs; "
@@ -147,10 +155,14 @@ def _check(model: Model) -> None:
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
             "so it must be even and not 0"
         )
-    if model.positions == "rope" and model.rope.scaling == "dynamic" and width < 4:
+    if model.rope.scaling == "dynamic" and width < 4:
         raise ConfigError(f"model.rope.scaling=dynamic needs at least 4 rotated components of a head, and there are {width}")
-    check_encoder(model)
-    _check_relative(model)
+    rope = model.rope
+    if rope.scaling == "llama3" and rope.low_frequency >= rope.high_frequency:
+        raise ConfigError(
+            f"model.rope.low_frequency={rope.low_frequency:g} (low_freq_factor of config.json) must be below "
+            f"model.rope.high_frequency={rope.high_frequency:g} (high_freq_factor): waves between the two are blended; change one"
+        )
 
 
 def _check_relative(model: Model) -> None:

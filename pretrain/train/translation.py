@@ -21,7 +21,7 @@ from pretrain.data.pairs.prepared_pairs import Line, PreparedPairs, encode_lines
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, DataError, install_command
-from pretrain.huggingface.open_model import open_translator
+from pretrain.huggingface.open_model import known_ids, open_translator
 from pretrain.models.generate import Search, translate
 from pretrain.models.shape import start_token
 from pretrain.train.stop import StopPoll
@@ -106,10 +106,12 @@ def translate_file(
 ) -> tuple[list[str], Scores | None]:
     """The translation of each line of a file, and with references their scores. The translation of an empty line is empty.
 
-    Raises DataError, naming the line, for one that is not UTF-8 or that the tokenizer refuses. Raises DataError for a reference with
-    another number of lines.
+    Raises DataError, naming the line, for one that is not UTF-8, that the tokenizer refuses, or that has a token which the model does not
+    know. Raises DataError for a reference with another number of lines.
     """
     network, source_tokenizer, tokenizer = open_translator(model)
+    model, end = network.config, tokenizer.eod_id
+    known_ids([end], model.vocab_size, "the end of a translation")
     lines = list(_usable_lines(source, lowercase))
     references = [line.text for line in _usable_lines(reference, lowercase)] if reference else None
     if references is not None and len(references) != len(lines):
@@ -120,11 +122,12 @@ def translate_file(
         raise DataError(f"{source} has no lines")
     filled = [i for i, line in enumerate(lines) if line.text]
     sources = encode_lines(source_tokenizer, [lines[i] for i in filled])
+    rows = model.vocab_size if model.encoder.share_embedding else model.encoder.vocab_size
     for i, ids in zip(filled, sources):
         if isinstance(ids, str):  # why it cannot be encoded
             raise DataError(f"{lines[i].origin}: {ids}")
+        known_ids(ids.tolist(), rows, lines[i].origin)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    model, end = network.config, tokenizer.eod_id
     found = translate_sources(network, sources, model.layers, start_token(model, end), end, search, alone)
     translations = [""] * len(lines)
     for i, tokens in zip(filled, found):

@@ -16,6 +16,7 @@ import torch
 from running import run_main
 
 from pretrain.data.data_of_all_ranks import verify_everywhere
+from pretrain.data.inspection.integrity import check_integrity
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
@@ -260,13 +261,31 @@ def test_sources_of_one_tokenizer_with_different_end_tokens_are_refused(tmp_path
     assert str(caught.value) == f"{tmp_path}/base and {tmp_path}/chat were prepared with {message}"
 
 
-@pytest.mark.parametrize("version", [2, 3])
+def test_a_copy_of_the_tokenizer_with_another_configuration_is_refused(tmp_path, tokenizers):
+    """Exports take it along. Only its end token was compared."""
+    path = write(tmp_path / "data", tokenizers[0], [20] * 60)
+    file = path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}))
+    with pytest.raises(DataError, match="tokenizer_config.json has other content; restore it or prepare again"):
+        check_tokenizers([opened(path)])
+    [damage] = check_integrity(str(path)).damaged
+    assert damage.problem == "tokenizer_config.json has other content"
+    content = unsealed((path / "manifest.json").read_bytes())
+    del content["tokenizer_config_sha256"]  # of earlier versions
+    (path / "manifest.json").write_text(sealed_json(content | {"version": 3}))
+    check_tokenizers([opened(path)])
+    file.unlink()
+    with pytest.raises(DataError, match="tokenizer_config.json ends documents with None, not"):
+        check_tokenizers([opened(path)])
+
+
+@pytest.mark.parametrize("version", [2, 4])
 def test_a_copy_of_the_tokenizer_with_another_end_token_is_refused(tmp_path, tokenizers, version):
     """D-D2: what checkpoints and exports would take along."""
     path = write(tmp_path / "data", tokenizers[0], [20] * 60)
     if version == 2:
         content = unsealed((path / "manifest.json").read_bytes())
-        for key in ("eod_token", "plan_sha256", "invalid_sha256"):
+        for key in ("eod_token", "plan_sha256", "invalid_sha256", "tokenizer_config_sha256"):
             del content[key]
         (path / "manifest.json").write_text(json.dumps(content | {"version": 2}))
     check_tokenizers([opened(path)])

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from running import run_main
 
-from pretrain.config.schema import Model
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.directory import plan_weights
 from pretrain.huggingface.export_check import ExportCheck, check_map
@@ -181,6 +182,29 @@ def test_a_field_of_the_configuration_that_does_not_come_back_is_found(monkeypat
     changed(monkeypatch, fields=tuple(fields))
     with pytest.raises(ConfigError, match="initializer_range=0.04 comes back as 0.08 for llama"):
         check_map(SMALL)
+
+
+def test_a_value_that_is_lost_on_the_way_out_is_found(monkeypatch):
+    """config.json was compared with itself, and what was lost before is in neither side."""
+    fields = [dataclasses.replace(f, to=lambda v, m: 1e-6) if f.theirs == "rms_norm_eps" else f for f in llama.LLAMA.fields]
+    changed(monkeypatch, fields=tuple(fields))
+    check_map(dataclasses.replace(SMALL, norm_eps=1e-6))
+    with pytest.raises(ConfigError, match="model.norm_eps=1e-05 comes back as 1e-06 from rms_norm_eps of config.json, so llama of transformers"):
+        check_map(SMALL)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(attention=AttentionConfig(bias=["output", "value", "query", "key"])),  # a list of names has no order
+        dict(family="granite", logit_multiplier=1 / 3, attention=AttentionConfig(query_scalar=7.7)),  # inverses are rounded
+        dict(family="minimax_m2", rope=Rope(fraction=0.55)),  # of 8 components, 4
+        dict(family="gpt_oss", rope=Rope(scaling="yarn", factor=1.0)),  # which is no scaling
+    ],
+)
+def test_what_has_two_spellings_comes_back_as_the_same_model(model):
+    experts = ExpertsConfig(count=4, active=2) if model.get("family") in ("gpt_oss", "minimax_m2") else ExpertsConfig()
+    check_map(complete(Model(dim=32, layers=2, heads=4, ffn_dim=48, vocab_size=257, experts=experts, **model), 64))
 
 
 @pytest.mark.parametrize(

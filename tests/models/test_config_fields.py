@@ -144,6 +144,34 @@ def yarn(**changes) -> dict:
             {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "rope_theta=10000.0 contradicts that of rope_parameters, 500000.0",
         ),
+        (  # as exports have them: in three places
+            "qwen2.5-0.5b",
+            {"rope_theta": 1e4, "rope_parameters": {**yarn(), "rope_theta": 5e5}, "rope_scaling": yarn()},
+            "rope_theta=10000.0 contradicts that of rope_parameters, 500000.0",
+        ),
+        (
+            "glm4-9b",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {**yarn(), "partial_rotary_factor": 1.0}, "rope_scaling": yarn()},
+            "partial_rotary_factor=0.5 contradicts that of rope_parameters, 1.0",
+        ),
+        (
+            "llama2-7b",
+            {"rope_parameters": {**yarn(), "rope_theta": 5e5}, "rope_scaling": yarn()},
+            "rope_theta=500000.0 of rope_parameters is not read by transformers beside rope_scaling; write rope_theta beside both",
+        ),
+        (
+            "qwen2.5-0.5b",
+            {"rope_parameters": {**yarn(), "rope_theta": 1e6}, "rope_scaling": yarn(factor=8.0)},
+            "rope_scaling={'rope_type': 'yarn', 'factor': 8.0, 'original_max_position_embeddings': 64} contradicts rope_parameters={",
+        ),
+        ("qwen2.5-0.5b", {"rope_scaling": yarn(attention_factor=0)}, "attention_factor=0 makes every rotated query and key 0 in transformers"),
+        ("qwen2.5-0.5b", {"rope_scaling": yarn(attention_factor=0.0)}, "remove it to derive it from factor"),
+        ("qwen2.5-0.5b", {"rope_scaling": yarn(beta_fast=0)}, "beta_fast=0.0: must be above 0"),
+        (
+            "llama3.1-8b",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+            "model.rope.low_frequency=4 (low_freq_factor of config.json) must be below model.rope.high_frequency=1 (high_freq_factor)",
+        ),
         ("qwen2.5-0.5b", {"rotary_emb_base": 2e4}, "rotary_emb_base=20000.0 contradicts rope_theta, 1000000.0"),
         ("glm4-9b", {"rotary_pct": 0.25}, "rotary_pct=0.25 contradicts partial_rotary_factor, 0.5"),
         (

@@ -1,13 +1,17 @@
-"""Files of the hub that were written before names settled: buffers in them, and GPT-2 without the word before its names."""
+"""Files of the hub that were written before names settled: buffers in them, and names without the word before them,
+as files of the model without its head still are."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from parity import pair
+from parity import ALL, cases, pair
 from safetensors.torch import load_file, save_file
 
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.directory import HfDirectory
 from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import read_checkpoint, read_hf
 
@@ -16,6 +20,8 @@ BUFFERS = {
     "gpt_neox": ("gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"),
     "llama": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
 }
+# One case of every family with a tied head, and one with a head of its own.
+TIED, UNTIED = ([*{f: (f, n) for f, n in ALL if cases(f)[n].tie_embeddings is tied}.values()] for tied in (True, False))
 
 
 @pytest.mark.parametrize("family", BUFFERS)
@@ -44,3 +50,46 @@ def test_gpt2_as_the_hub_has_it_is_converted_with_and_without_the_tied_head(tmp_
     assert import_model(tmp_path / "theirs", tmp_path / "imported", verify=True).compared.difference <= 1e-5
     _, weights, _ = read_checkpoint(tmp_path / "imported")
     assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())
+
+
+def saved_without_head(family: str, name: str, directory) -> tuple:
+    """A model, and the directory that transformers writes of its trunk: LlamaModel's, say."""
+    ours, theirs = pair(family, name)
+    theirs.base_model.save_pretrained(directory)
+    assert not any(tensor.startswith("model.") for tensor in load_file(directory / "model.safetensors"))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("family, name", TIED)
+def test_files_of_the_base_model_are_read_where_the_head_is_tied(tmp_path, family, name):
+    """They were refused for the name of the class, and else for a list of missing and surplus tensors."""
+    ours, theirs = saved_without_head(family, name, tmp_path / "theirs")
+    architecture = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"]
+    assert architecture == [type(theirs.base_model).__name__] != [type(theirs).__name__]
+    verify = family in ("llama", "gpt2")
+    imported = import_model(tmp_path / "theirs", tmp_path / "imported", verify=verify)
+    model, weights, _ = read_checkpoint(tmp_path / "imported")
+    assert model == ours.config and (not verify or imported.compared.difference <= 1e-5)
+    assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())
+
+
+@pytest.mark.parametrize("family, name", UNTIED)
+def test_files_of_the_base_model_are_refused_where_the_head_is_not_tied(tmp_path, family, name):
+    _, theirs = saved_without_head(family, name, tmp_path)
+    head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+    with pytest.raises(CheckpointError) as caught:
+        read_hf(tmp_path)
+    said = f"{tmp_path}: holds the base model without a head: {head} is missing, and config.json does not tie it to the embedding; "
+    assert str(caught.value).startswith(said + f"save the model with its head, from {type(theirs).__name__}, or set")
+    save_file(load_file(tmp_path / "model.safetensors") | {"extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{head} is missing \(1 missing, 1 surplus tensors\)"):
+        read_hf(tmp_path)
+
+
+def test_files_of_the_base_model_are_refused_in_one_line_as_model_family_hf(tmp_path):
+    saved_without_head("qwen2", "plain", tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        HfDirectory(tmp_path, "hf")
+    assert str(caught.value) == (
+        f"{tmp_path}: holds the base model: embed_tokens.weight and all other names lack a word; save the whole model, from AutoModelForCausalLM"
+    )

@@ -15,6 +15,7 @@ from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
+from pretrain.huggingface.directory import check_round_trip
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.train.resolve import resolve
@@ -33,6 +34,11 @@ def test_every_preset_has_a_published_count_and_every_count_a_preset():
 @every_preset
 def test_a_complete_model_is_completed_to_itself(name):
     assert complete(preset(name)) == preset(name)
+
+
+@every_preset
+def test_a_preset_comes_back_from_its_config_json_as_the_same_model(name):
+    check_round_trip(preset(name), family_of(preset(name).family).to_hf(preset(name)))
 
 
 @every_preset

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families import complete
+from pretrain.errors import ConfigError
+from pretrain.models.families import complete, family_of
 from pretrain.models.positions import rotary_tables, rotate
 
 POSITIONS = {"of a sequence": torch.arange(9), "of documents": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]])}
@@ -63,3 +66,56 @@ def test_what_is_not_turned_keeps_its_gradient_and_lengths_are_kept(heads, layou
     torch.testing.assert_close(y[..., :8].norm(dim=-1), x[..., :8].norm(dim=-1))
     torch.testing.assert_close(grad_x[..., :8].norm(dim=-1), gradient[..., :8].norm(dim=-1))  # a rotation is orthogonal, and so is its transpose
     torch.testing.assert_close((y * gradient).sum(), (x * grad_x).sum())  # the gradient is by the transpose
+
+
+# ---- scaling: beside transformers' functions -------------------------------------------------------------------------
+
+HUB = {"vocab_size": 8, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+       "max_position_embeddings": 256, "rope_theta": 5e5}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def read_rope(scaling: dict) -> Model:
+    return family_of("llama").from_hf(HUB | {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("factors", [(1.0, 4.0), (1, 2), (0.5, 0.75), (4.0, 4.000001), (1e-6, 1e6)])
+def test_llama3_frequencies_are_those_of_transformers(factors):
+    scaling = LLAMA3 | dict(zip(("low_freq_factor", "high_freq_factor"), factors))
+    compare_scaling(scaling)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_factor": None}, {"attention_factor": 1}, {"attention_factor": 0.7}, {"mscale": 0.707, "mscale_all_dim": 1.3},
+     {"mscale": 0.707}, {"mscale": 0, "mscale_all_dim": 1.0}, {"attention_factor": 1.1, "mscale": 2.0, "mscale_all_dim": 0.5},
+     {"beta_fast": 4, "beta_slow": 4}, {"beta_fast": 1, "beta_slow": 32}, {"beta_fast": None, "beta_slow": None, "truncate": False}, {"factor": 1},
+     {"original_max_position_embeddings": 8}],
+)  # fmt: skip
+def test_yarn_frequencies_and_amplitudes_are_those_of_transformers(changes):
+    compare_scaling({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64} | changes)
+
+
+def compare_scaling(scaling: dict) -> None:
+    config = LlamaConfig(**HUB, rope_scaling=dict(scaling))
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+    angles = torch.arange(64).float()[:, None] * torch.cat((frequencies, frequencies))
+    cos, sin = rotary_tables(read_rope(scaling), torch.arange(64), 64)
+    torch.testing.assert_close(cos, angles.cos() * amplitude, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, angles.sin() * amplitude, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("factors", [(4.0, 1.0), (2.0, 2.0)])
+def test_llama3_factors_in_the_wrong_order_are_refused_where_transformers_warns(factors):
+    scaling = LLAMA3 | dict(zip(("low_freq_factor", "high_freq_factor"), factors))
+    with pytest.raises(ConfigError, match=r"low_frequency=. \(low_freq_factor of config.json\) must be below model.rope.high_frequency=. "):
+        read_rope(scaling)
+    assert ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**HUB, rope_scaling=scaling))[0].isfinite().all()
+
+
+def test_an_attention_factor_of_zero_is_refused_because_transformers_turns_everything_into_zero():
+    """It was read as "derive it", which is what 0 means in our configurations."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.0}
+    assert ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**HUB, rope_scaling=dict(scaling)))[1] == 0
+    with pytest.raises(ConfigError, match="attention_factor=0 makes every rotated query and key 0 in transformers"):
+        read_rope(scaling)

@@ -1,14 +1,23 @@
 """Scores of translations against sacrebleu's own numbers and a plain edit distance."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair_files import split_of
 
+from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.config.schema import Config
 from pretrain.data.pairs.prepared_pairs import PreparedPairs, prepare_pairs
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
+from pretrain.errors import DataError
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.models.generate import Search
 from pretrain.train import translation
 from pretrain.train.translation import edit_distance, error_rate, score
 
@@ -41,6 +50,32 @@ def test_error_rates_are_of_the_whole_corpus():
     assert error_rate([["a", "b"], ["c"]], [["a", "x", "y"], ["c", "d", "e"]]) == pytest.approx(100 * 4 / 6)
     assert error_rate([["a", "b"]], [["c"]]) == 200.0
     assert error_rate([[]], [[]]) == 0.0
+
+
+def test_a_token_without_a_row_is_named_with_its_line(tmp_path, monkeypatch, byte_tokenizer):
+    """It was an IndexError of torch."""
+    tokenizer, rows = load_tokenizer(byte_tokenizer), {"source": 257, "target": 257}  # 256 bytes and the end
+
+    def opened(path):
+        sizes = Model(family="transformer", dim=16, layers=1, heads=2, vocab_size=rows["target"])
+        model = complete(dataclasses.replace(sizes, encoder=EncoderConfig(vocab_size=rows["source"])), 32)
+        return build_network(model), tokenizer, tokenizer
+
+    class Larger(type(tokenizer)):
+        def encode_arrays(self, texts):
+            return [np.where(ids == ord("z"), 300, ids) for ids in super().encode_arrays(texts)]
+
+    monkeypatch.setattr(translation, "open_translator", opened)
+    tokenizer.__class__ = Larger
+    (tmp_path / "in").write_text("ab\n\nxyz\n")
+    says = "of the tokenizer, but the model's vocabulary has"
+    with pytest.raises(DataError, match=rf"{tmp_path}/in, line 3: has token 300 {says} 257 rows; change the text"):
+        translation.translate_file(tmp_path, str(tmp_path / "in"), None, Search(), False)
+    rows["source"] = 301
+    assert len(translation.translate_file(tmp_path, str(tmp_path / "in"), None, Search(max_extra=1), False)[0]) == 3
+    rows["target"] = 100
+    with pytest.raises(DataError, match=f"the end of a translation: has token 256 {says} 100 rows"):
+        translation.translate_file(tmp_path, str(tmp_path / "in"), None, Search(), False)
 
 
 def test_scores_are_those_of_sacrebleus_functions():

@@ -14,11 +14,10 @@ from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.pairs.prepared_pairs import INVALID_KEY, SIDES, read_pairs
 from pretrain.data.pairs.prepared_pairs import NAME as PAIRS_NAME
-from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
+from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest, tokenizer_difference
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
-from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
@@ -140,7 +139,7 @@ def _of_prepared(path: str, data: Data) -> _Found:
     hashes = [file for shard in manifest.shards for file in shard.files] + [(INPUTS_NAME, manifest.inputs_sha256)]
     hashes += [(INVALID_NAME, manifest.invalid_sha256)] if manifest.invalid_sha256 else []
     files, tokenizer = [_listed(Path(path) / name, sha256) for name, sha256 in hashes], Path(path) / "tokenizer"
-    return [*files, _Checked(tokenizer, 0, lambda: copy_difference(tokenizer, manifest.tokenizer))], None
+    return [*files, _Checked(tokenizer, 0, lambda: tokenizer_difference(tokenizer, manifest))], None
 
 
 def _of_pairs(path: str) -> Iterator[_Found]:

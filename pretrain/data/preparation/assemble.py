@@ -33,6 +33,7 @@ from pretrain.data.shards.manifest import (
     Shard,
     check_content,
     dtype_for,
+    tokenizer_config_sha256,
     tokenizer_keys,
     write_inputs,
     write_invalid,
@@ -262,6 +263,7 @@ def assemble(
             preparation=preparation,
             shards=shards,
             plan_sha256=plan.sha256,
+            tokenizer_config_sha256=tokenizer_config_sha256(directory / "tokenizer"),
             invalid_sha256=write_invalid(directory, [row for unit in units for row in unit.invalid_rows]),
         )
         write_manifest(directory, manifest)

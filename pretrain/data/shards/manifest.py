@@ -1,7 +1,7 @@
 """The manifest of a prepared directory: its content, how it was made, and the sha256 of every file and of itself.
 
-It is plain JSON, and every key is checked. Version 2, from before 2026-12, had no seal, no plan and no list of invalid rows; it is
-read as it is.
+It is plain JSON, and every key is checked. Version 2 had no seal, no plan and no list of invalid rows, and version 3 no hash of
+tokenizer_config.json; both are read as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
 from pretrain.storage import sealed_json, sha256_of, unsealed
 
 FORMAT = "pretrain-shards"
-VERSION = 3
-READABLE = (2, 3)
+VERSION = 4
+READABLE = (2, 3, 4)
 INPUTS_NAME = "inputs.json"
 INVALID_NAME = "invalid.jsonl"
 
@@ -79,7 +79,8 @@ class Manifest:
 
     `preparation` says how the data were made (options and counts). It is for people and decides nothing. `plan_sha256` names the
     inputs and options, so that the same command finds its work done; None without a plan. `eod_token`: see TokenizerIdentity.
-    `invalid_sha256`: the hash of the list of rows that were left out, if it exists.
+    `invalid_sha256`: the hash of the list of rows that were left out, if it exists. `tokenizer_config_sha256`: that of the file beside the
+    tokenizer, if it exists and the version is not older; exports take it along.
     """
 
     dtype: str
@@ -94,6 +95,7 @@ class Manifest:
     eod_token: str | None = None
     plan_sha256: str | None = None
     invalid_sha256: str | None = None
+    tokenizer_config_sha256: str | None = None
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
@@ -111,6 +113,21 @@ def tokenizer_keys(tokenizer: TokenizerIdentity) -> dict[str, Any]:
         "tokenizer_sha256": tokenizer.sha256,
         "eod_token": tokenizer.eod_token,
     }
+
+
+def tokenizer_config_sha256(tokenizer: Path) -> str | None:
+    """The hash of the tokenizer_config.json in a tokenizer's directory; None if there is none."""
+    file = tokenizer / CONFIG_NAME
+    return sha256_of(file) if file.is_file() else None
+
+
+def tokenizer_difference(tokenizer: Path, manifest: Manifest) -> str | None:
+    """How the directory `tokenizer` differs from the one that the data were prepared with, as a phrase; None if it does not."""
+    if difference := copy_difference(tokenizer, manifest.tokenizer):
+        return difference
+    if manifest.tokenizer_config_sha256 not in (None, tokenizer_config_sha256(tokenizer)):
+        return f"{CONFIG_NAME} has other content"
+    return None
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -152,8 +169,8 @@ def read_described(file: Path, format_name: str, readable: tuple[int, ...], reme
         raise DataError(f"{file}: {error}; restore it, or {remedy}") from error
 
 
-_NEWER = ("eod_token", "plan_sha256", "invalid_sha256")
-"""Keys that version 2 did not have; each may be null."""
+_NEWER = {"eod_token": 3, "plan_sha256": 3, "invalid_sha256": 3, "tokenizer_config_sha256": 4}
+"""Keys that older versions did not have, and the first version that has them; each may be null."""
 _LEAST = {"vocab_size": 1, "eod_id": 0, "documents": 1, "tokens": 1, "bytes": 0, "longest": 1}
 """The smallest value of each integer."""
 
@@ -161,7 +178,7 @@ _LEAST = {"vocab_size": 1, "eod_id": 0, "documents": 1, "tokens": 1, "bytes": 0,
 def _parse_manifest(file: Path, content: dict) -> Manifest:
     """Check keys, types, and that counts add up."""
     keys = {"format", "version", *(field.name for field in dataclasses.fields(Manifest))}
-    _check_entry(file, "", content, keys.difference(_NEWER) if content["version"] < 3 else keys)
+    _check_entry(file, "", content, {key for key in keys if _NEWER.get(key, 0) <= content["version"]})
     _check_values(file, content)
     if not isinstance(content["shards"], list) or not content["shards"]:
         raise DataError(f"{file}: shards must be a non-empty list")

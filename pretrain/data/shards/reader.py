@@ -36,10 +36,10 @@ from pretrain.data.shards.manifest import (
     check_content,
     read_inputs,
     read_manifest,
+    tokenizer_difference,
 )
 from pretrain.data.shards.open_files import CachedFiles, OpenFile, OpenFiles, check_size
 from pretrain.data.shards.transfer import is_url, shown
-from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class PreparedData:
 
     def check_tokenizer(self) -> None:
         """Raise DataError unless the copy is the tokenizer that the data were prepared with."""
-        if difference := copy_difference(self.tokenizer_path, self.tokenizer):
+        if difference := tokenizer_difference(self.tokenizer_path, self.manifest):
             raise DataError(
                 f"{self.tokenizer_path} is not the tokenizer that {self.path} was prepared with: {difference}; restore it or prepare again"
             )

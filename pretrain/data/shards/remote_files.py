@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
+from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest, tokenizer_difference
 from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.data.shards.transfer import Cancelled, Remote, join, shown
-from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, copy_difference
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of, staged_directory
 
@@ -117,7 +117,7 @@ def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None
     _keep(directory, files)
     try:
         parsed = read_manifest(directory)
-        if difference := copy_difference(directory / "tokenizer", parsed.tokenizer):
+        if difference := tokenizer_difference(directory / "tokenizer", parsed):
             raise DataError(
                 f"{shown(join(url, 'tokenizer'))} is not the tokenizer that {shown(url)} was prepared with: {difference}; restore it or "
                 "prepare again"

@@ -17,6 +17,7 @@ from pretrain.data.shards.manifest import (
     Manifest,
     Shard,
     dtype_for,
+    tokenizer_config_sha256,
     tokenizer_keys,
     write_inputs,
     write_manifest,
@@ -176,5 +177,6 @@ class ShardWriter:
             inputs_sha256=write_inputs(self._directory, [_NO_INPUT]),
             preparation={},
             shards=tuple(self.shards),
+            tokenizer_config_sha256=tokenizer_config_sha256(self._directory / "tokenizer"),
         )
         write_manifest(self._directory, manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any, get_args
 
 from pretrain.config.model_schema import FamilyName, Model
@@ -28,11 +29,18 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
 def family_of_hf(config: dict[str, Any]) -> Family:
     """The family that reads a Hugging Face config.json; ConfigError names an architecture that none reads."""
     known = {family.architecture: family for family in families()}
+    base = {_base_class(family): family for family in known.values()}  # whose files are whole where the head is tied
     said = config.get("architectures")
     for architecture in said if isinstance(said, list) else []:
-        if isinstance(architecture, str) and architecture in known:
-            return known[architecture]
+        if isinstance(architecture, str) and architecture in known | base:
+            return (known | base)[architecture]
     raise ConfigError(
         f"config.json: architectures={shown(said)} is not supported; supported: {list(known)}, "
         "and with --family hf whatever causal language model transformers builds itself"
     )
+
+
+def _base_class(family: Family) -> str:
+    """transformers' class of the model without its head."""
+    stem = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", "", family.architecture)
+    return f"{stem}{'Text' if family.model_type.endswith('_text') else ''}Model"

@@ -87,5 +87,6 @@ GPT_NEOX = Family(
     refuse=refuse_uneven_heads,
     dropped=buffers(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     partial=True,
+    prefix="gpt_neox.",
     llama_cpp=switches("parallel_residual", "rope.fraction") | {"rope.theta": one_of(10000.0)},
 )

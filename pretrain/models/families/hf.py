@@ -118,6 +118,7 @@ HF = _Own(
     fields=(),
     weights=(),
     rope=None,
+    prefix="",
     masks=False,
     splits=False,
     keeps_results=False,

@@ -30,19 +30,39 @@ def _activation(theirs: Any, config: dict[str, Any]) -> Any:
 
 
 def _tied(theirs: Any, config: dict[str, Any]) -> bool:
-    """A tied head goes with logits over the root of the width. transformers 5 says that apart, and always calls the head tied."""
-    scaled = config.get("scale_decoder_outputs", theirs)
-    if theirs is False and scaled is not False:
+    """transformers 5 always calls the head tied. Whether the file has a head of its own then decides (`own_head`)."""
+    if theirs is False and config.get("scale_decoder_outputs", False) is not False:
         raise ConfigError(
             "config.json: tie_word_embeddings=False and scale_decoder_outputs=True are not supported together for t5"
         )
-    return scaled is not False
+    return theirs is not False
+
+
+def _scaled(model: Model) -> float:
+    """The factor of logits that goes with a head: a tied one divides them by the root of the width."""
+    return 1.0 if model.tie_embeddings is False else model.dim**-0.5
+
+
+def _multiplier(scaled: Any, config: dict[str, Any]) -> Any:
+    """transformers 5 says apart whether logits are scaled: T5Config(tie_word_embeddings=False) makes a tied head that is not."""
+    if not isinstance(scaled, (bool, type(None))):
+        raise ConfigError(f"config.json: scale_decoder_outputs={shown(scaled)} is not supported: expected true or false")
+    return 1.0 if scaled is False else None  # None: what goes with the head
 
 
 def _refuse(model: Model) -> str | None:
     if model.mlp.gated and model.mlp.activation == "gelu":
         return "model.mlp.activation=gelu with model.mlp.gated=true: transformers has no exact one that is gated; use gelu_tanh"
+    if model.logit_multiplier not in (1.0, _scaled(model)):
+        only = "only 1.0" if model.tie_embeddings is False else f"1.0 or {_scaled(model)}, which is model.dim ** -0.5,"
+        return f"model.logit_multiplier={model.logit_multiplier}: transformers has {only} with such a head"
     return None
+
+
+def _elsewhere(model: Model) -> list[str]:
+    if not model.tie_embeddings or model.logit_multiplier == _scaled(model):
+        return []
+    return ["transformers 4 scales the logits of every tied head; transformers 5 reads scale_decoder_outputs=false"]
 
 
 def _gated(model: Model) -> bool:
@@ -92,6 +112,7 @@ T5 = Family(
         Field("mlp.gated", "feed_forward_proj", "relu", _projection,
               lambda _, config: str(config.get("feed_forward_proj")).startswith("gated-")),
         Field("tie_embeddings", "tie_word_embeddings", True, back=_tied),
+        Field("logit_multiplier", "scale_decoder_outputs", None, lambda factor, model: factor != 1.0, _multiplier),
         Field("encoder.decoder_start_id", "decoder_start_token_id", None,
               back=lambda n, config: config.get("pad_token_id", 0) if n is None else n),
     ),
@@ -106,6 +127,7 @@ T5 = Family(
     defaults={
         "encoder.layers": lambda model: model.layers,
         "tie_embeddings": True,
+        "logit_multiplier": _scaled,
         "norm_eps": 1e-6,
         "init": "fan_in",
         "init_std": 1.0,
@@ -117,17 +139,18 @@ T5 = Family(
         "encoder.share_embedding": True,
         "positions": "relative",
         "attention.query_scalar": 1.0,
-        "logit_multiplier": lambda model: 1.0 if model.tie_embeddings is False else model.dim**-0.5,
     },
     constants={"is_encoder_decoder": True},
     derived={
         "dense_act_fn": lambda model: _ACTIVATION.to(model.mlp.activation, model),
         "is_gated_act": _gated,
-        "scale_decoder_outputs": lambda model: model.tie_embeddings,
     },
     inert=frozenset({"classifier_dropout"}),
     rope=None,
+    prefix="",
     refuse=_refuse,
+    elsewhere=_elsewhere,
+    own_head=lambda model, names: model.logit_multiplier == 1.0 and "lm_head.weight" in names,
     copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     # A table that T5's first checkpoints have and nothing reads.
     dropped=lambda name, model: name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",

@@ -1,6 +1,7 @@
 """The on-disk format: what is written is what is read, and nothing damaged is read."""
 
 import builtins
+import dataclasses
 import errno
 import hashlib
 import json
@@ -122,7 +123,7 @@ def test_the_files_are_what_the_format_says(tmp_path):
     assert origin == bytes([0, 0, 0, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 1, 0, 0, 0])
     assert unsealed((path / "manifest.json").read_bytes()) == {
         "format": "pretrain-shards",
-        "version": 3,
+        "version": 4,
         "dtype": "uint16",
         "vocab_size": 1000,
         "eod_id": 2,
@@ -148,6 +149,7 @@ def test_the_files_are_what_the_format_says(tmp_path):
         ],
         "plan_sha256": None,
         "invalid_sha256": None,
+        "tokenizer_config_sha256": None,
     }
     assert sorted(os.listdir(path)) == [
         "inputs.json",
@@ -361,10 +363,24 @@ def test_documents_that_do_not_rise_to_the_end_are_refused_whatever_the_hash(tmp
             check()
 
 
+NEWER = {"eod_token": 3, "plan_sha256": 3, "invalid_sha256": 3, "tokenizer_config_sha256": 4}
+
+
+def test_a_manifest_of_version_3_is_read(prepared):
+    content = unsealed((prepared / "manifest.json").read_bytes())
+    before = PreparedData.open(prepared)
+    del content["tokenizer_config_sha256"]
+    (prepared / "manifest.json").write_text(sealed_json({**content, "version": 3}))
+    assert PreparedData.open(prepared).manifest == dataclasses.replace(before.manifest, tokenizer_config_sha256=None)
+    (prepared / "manifest.json").write_text(sealed_json({**content, "version": 4}))
+    with pytest.raises(DataError, match="tokenizer_config_sha256 is missing"):
+        PreparedData.open(prepared)
+
+
 def test_a_manifest_of_version_2_is_read_and_checked_for_its_end_token(prepared):
     """Data of before the seal; D-D2: an end token that is not the one that closes documents is found by `verify`."""
     content = unsealed((prepared / "manifest.json").read_bytes())
-    old = {key: value for key, value in content.items() if key not in ("eod_token", "plan_sha256", "invalid_sha256")}
+    old = {key: value for key, value in content.items() if key not in NEWER}
     fingerprint = PreparedData.open(prepared).fingerprint
     (prepared / "manifest.json").write_text(json.dumps({**old, "version": 2}))
     data = PreparedData.open(prepared)
@@ -417,7 +433,7 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 1}, "format version 1, this program reads 2 and 3"),
+        ({"version": 1}, "format version 1, this program reads 2 and 3 and 4"),
         ({"version": True}, "format version True"),
         ({"dtype": "float16"}, "dtype must be one of uint16, uint32, got 'float16'"),
         ({"dtype": ["uint16"]}, "dtype must be one of"),

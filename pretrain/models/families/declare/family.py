@@ -11,7 +11,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,7 +102,8 @@ class Family:
     refuse       says why transformers would not take a model
     dropped      which tensors of a file are no part of the model; an import says what it leaves out
     copies       names under which files may hold the embedding again
-    prefix       what older files leave out before every name
+    own_head     whether files with these names have a head of their own, although config.json of this model calls it tied
+    prefix       what stands before every name of the trunk; files of the base model, without a head, and older ones leave it out
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     masks        attention takes masks: of documents, windows, sinks
@@ -130,7 +131,8 @@ class Family:
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
-    prefix: str = ""
+    own_head: Callable[[Model, Collection[str]], bool] | None = None
+    prefix: str = "model."
     llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
     elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ Exports carry both, because vLLM and llama.cpp's converter read the older fields
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
@@ -126,7 +126,8 @@ def rope_from_hf(
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
     if scaling and parameters and older != ours:
-        raise ConfigError(f"config.json: rope_scaling={shown(scaling)} contradicts rope_parameters={shown(parameters)}")
+        _check_beside(written, ours, {"rope_parameters": set(parameters)})  # a field beside both has a message of its own
+        _refuse_groups(scaling, parameters, [name for name in {**ours, **older} if ours.get(name) != older.get(name)])
     ours = older if scaling else ours
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
@@ -135,6 +136,17 @@ def rope_from_hf(
     groups = {"rope_parameters": {*parameters, *(["rope_local_base_freq"] if local else [])}, "rope_scaling": set(scaling)}
     _check_beside(written, ours, groups)
     return {f"rope.{name}": value for name, value in ours.items()}
+
+
+def _refuse_groups(scaling: dict[str, Any], parameters: dict[str, Any], lost: list[str]) -> NoReturn:
+    """Raise ConfigError for rope_scaling and rope_parameters that say different things of the keys `lost`."""
+    if any(name not in ("theta", "fraction") or name_in_hf(name) in scaling for name in lost):
+        raise ConfigError(f"config.json: rope_scaling={shown(scaling)} contradicts rope_parameters={shown(parameters)}")
+    name = name_in_hf(lost[0])
+    raise ConfigError(
+        f"config.json: {name}={shown(parameters.get(name))} of rope_parameters is not read by transformers beside rope_scaling; "
+        f"write {name} beside both as well"
+    )
 
 
 def _check_by_layer_type(
@@ -220,7 +232,7 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
         if value is None and name in _NEEDED[kind]:
             raise ConfigError(f"config.json: rope_scaling or rope_parameters: {field} is missing, which {kind} needs")
         if value is not None:
-            ours[name] = value if name in ("original_length", "truncate") else _number(field, value)
+            ours[name] = _of_scaling(name, field, value)
     if kind == "yarn" and "factor" in ours and rest.get("finetuned") is not None:
         rest.pop("finetuned")  # a remark about how the model was made
     rest.pop("original_max_position_embeddings", None) if kind in ("none", "linear", "dynamic") else None
@@ -230,6 +242,19 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
             f"config.json: rope_scaling or rope_parameters: {clipped(name)}={shown(rest[name])} is not supported for {family} with {kind}"
         )
     return ours
+
+
+def _of_scaling(name: str, field: str, value: Any) -> Any:
+    """The value of one of our keys in SCALING."""
+    if name in ("original_length", "truncate"):
+        return value
+    number = _number(field, value)
+    if name == "attention_factor" and number == 0:  # to our key, 0 means something else
+        raise ConfigError(
+            "config.json: rope_scaling or rope_parameters: attention_factor=0 makes every rotated query and key 0 in transformers; "
+            "remove it to derive it from factor"
+        )
+    return number
 
 
 def _number(name: str, value: Any) -> float:

@@ -369,7 +369,7 @@ def _describe_memory(plan: Plan) -> list[str]:
         held += " on the device" if offloaded else ""
     return [
         f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "
-        "activations come on top",
+        "activations come on top (tools/estimate_memory.py)",
         f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter){_describe_held(plan, saved)}",
     ]
 

@@ -194,12 +194,10 @@ class Trainer:
         self.progress.skipped_in_a_row += 1
         allowed = self.config.optim.skip_nonfinite
         if self.progress.skipped_in_a_row > allowed:
-            self._finish_save()  # it is of a good step
-            before = self.progress.skipped_in_a_row - 1
-            row = f", after {before} in a row that were skipped" if before else ""
+            self._finish_save()  # it retires nothing but what was saved among skipped steps
             raise TrainingError(
-                f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
-                "again; optim.skip_nonfinite=N leaves out up to N such steps in a row"
+                f"{what}: the step was not taken{self.continuation.ways_out(step.number, self.progress.skipped_in_a_row - 1)}; "
+                "optim.skip_nonfinite=N leaves out up to N such steps in a row"
             )
         self.progress.skipped += 1
         if self.ranks.is_main:

@@ -67,7 +67,7 @@ class Trainer:
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self._averaged)
-        self.measurements = Measurements(plan, ranks, directory, self.strategy)
+        self.measurements = Measurements(plan, ranks, directory, self.strategy, self.progress.samples)
         self.reporting = Reporting(
             plan, ranks, directory, extensions, self.mesh, self.strategy, self.evaluation, self.measurements
         )

@@ -26,12 +26,14 @@ from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 TOGETHER = 8
 """Parameters whose sums travel in one message, and whose updates are in memory at one time."""
 LEAST_SQUARE = 1e-30
-"""The paper's epsilon 1."""
+"""The paper's epsilon 1, which it adds to squares. Here it bounds their means from below."""
 ROWS, COLUMNS = -2, -1
 
 
 class Adafactor(GuardedOptimizer):
-    """A step of it is that of torch.optim.Adafactor without the bound 1/sqrt(step) on the rate, which is for schedules, and with an `eps1` of 1e-30."""
+    """A step of it is that of torch.optim.Adafactor with two differences. The rate has no bound 1/sqrt(step), which is for schedules. Means of
+    squares are at least 1e-30; torch squares its `eps1` for the bound of R C / mean(R), and 1e-60 is 0 in fp32.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: AdafactorOptions, formats: Formats) -> None:
         super().__init__(groups, lr, formats)

@@ -115,6 +115,40 @@ def test_steps_in_a_row_are_counted_over_restarts(pool, config_file):
     assert code == 0  # a good step begins the count anew
 
 
+def with_norm_of_one_rank(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in which one rank alone, which counts no losses where others do, finds a gradient norm that is not finite in step 3."""
+    from pretrain.optim.optimizer import OptimizerSet
+    from pretrain.train.trainer import Trainer
+
+    clip, build, number, rank = OptimizerSet.clip, Trainer._build, 0, 0
+
+    def built(self):
+        nonlocal rank
+        rank = self.ranks.rank
+        build(self)
+
+    def spoiled(self, max_norm):
+        nonlocal number
+        number += 1
+        norm = clip(self, max_norm)
+        return norm * math.inf if number == 3 and rank == 1 else norm
+
+    with patch.object(OptimizerSet, "clip", spoiled), patch.object(Trainer, "_build", built):
+        return run_main(config_file, *overrides)
+
+
+@pytest.mark.parametrize("layout", [DDP, (2, "parallel.strategy=fsdp", "parallel.tensor=2")], ids=["ddp", "tensor"])
+def test_a_norm_that_is_not_finite_on_one_rank_is_refused_by_all(pool, config_file, layout):
+    """Each decided for itself. The others took the step, and their weights were no longer those of this one."""
+    ranks, *options = layout
+    overrides = (*STEADY, *options, "optim.skip_nonfinite=1", "parallel.timeout_seconds=10")
+    results = pool.launch(ranks, with_norm_of_one_rank, str(config_file), *overrides)
+    assert [code for code, _ in results] == [0] * ranks, results
+    assert "skipped, 1 in a row of at most 1" in results[0][1] and "step 3: loss " in results[0][1]
+    run = config_file.parent / "runs" / "run"
+    assert equal(state_of(run, 3), state_of(run, 2)) and read_metrics(run)[-1]["skipped"] == 1
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_steps_in_a_row_that_are_skipped_retire_no_checkpoint_from_before_them(pool, config_file, background):
     """What was saved among them has the weights of the last step taken, which may have ruined them. It drove out the good checkpoints."""

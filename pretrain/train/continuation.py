@@ -223,10 +223,18 @@ class Continuation:
         resumed, weights = self.origin.resumed, self.origin.weights
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
+        said = ""
         if weights is not None:
-            Payload(weights.path).load(model_tensors(self.model), self.ranks, converts=True, replicas=self.replicas)
+            payload = Payload(weights.path)
+            payload.load(model_tensors(self.model), self.ranks, converts=True, replicas=self.replicas)
+            said = f" with the weights of {weights.path}"
+            if payload.names("optim.ema."):
+                said += (
+                    ", and not with their running mean (optim.ema_decay); for that, convert_checkpoint.py to-hf --weights ema, then from-hf, "
+                    "makes a checkpoint of it"
+                )
         if self.ranks.is_main:
-            log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
+            log.info("starting at step 0%s", said)
         return Progress()
 
     def settle(self) -> None:

@@ -189,14 +189,16 @@ def remove(path: Path) -> bool:
     return not os.path.lexists(path)
 
 
-def outdated(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
+def outdated(folder: Path, newest: Path, keep_last: int, keep_every_steps: int, skipped: int = 0) -> list[Path]:
     """The checkpoints that need not be kept. `newest`, just committed, stays. Later ones are no part of this run's past: they neither count nor
-    are among them.
+    are among them. `skipped`: steps in a row that were skipped before `newest`.
     """
     if keep_last == 0:
         return []
     found = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    keep = {newest, *found[-keep_last:]}
+    # What was saved among skipped steps has one and the same weights, perhaps ruined ones. It does not count, and the newest of it is enough.
+    taken = [path for path in found if step_of(path) <= step_of(newest) - skipped]
+    keep = {newest, *taken[-keep_last:]}
     if keep_every_steps:
         keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
     return [path for path in found if path not in keep]

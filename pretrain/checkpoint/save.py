@@ -205,8 +205,8 @@ class Saving:
             raise CheckpointError(f"{self.writing}: {error}") from error
 
 
-def retire(target: Path, policy: Checkpoint) -> threading.Thread:
-    """Give up the checkpoints beside this new one that the policy no longer keeps. Main rank only.
+def retire(target: Path, policy: Checkpoint, skipped: int = 0) -> threading.Thread:
+    """Give up the checkpoints beside this new one that the policy no longer keeps. Main rank only. `skipped`: see `files.outdated`.
 
     The thread removes their files, which may take minutes. Ranks need not wait for it, and the next save should, for the room. What cannot be
     removed is warned of: the run needs the new checkpoint, not the room of the old one.
@@ -214,7 +214,7 @@ def retire(target: Path, policy: Checkpoint) -> threading.Thread:
     old: list[Path] = []
     left: list[Path] = []
     with _tried_again():
-        old = files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps)
+        old = files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps, skipped)
     for path in old:
         with _tried_again():
             files.give_up(path)

@@ -137,7 +137,7 @@ def check_effects(
             if path in keys and keys[path].value == "auto":
                 notes.append(line)
             else:
-                raise ConfigError(f"{line}, or set {own.path}={_shown(own.default)}", key=own.path)
+                raise ConfigError(f"{line}, or set {own.path}={_shown(own.default)}, its default", key=own.path)
     return notes
 
 
@@ -148,7 +148,7 @@ def _unmet(path: str, wanted: Condition, keys: Mapping[str, SetKey], resolved: M
         is_set = any(part.value != part.default for part in parts)
         if is_set == (wanted == SET):
             return None
-        return f"without {path}; set it" if wanted == SET else f"with {path}; remove it"
+        return f"without {path}; set it" if wanted == SET else f"with {path}; remove {path}"
     derived = keys[path].default is None and path not in resolved
     value = resolved.get(path, keys[path].value)
     if derived or value == "auto" or is_met(wanted, value):

@@ -308,7 +308,7 @@ class Checkpoint:
     )
     keep_last: int = key(
         2,
-        "Newest checkpoints kept; 0 keeps all.",
+        "Newest checkpoints kept, beside the last of those saved within a row of skipped steps; 0 keeps all.",
         ge=0,
         le=MOST_STEPS,
     )

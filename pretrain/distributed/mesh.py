@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, new_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -90,9 +91,13 @@ class Mesh:
         """The sum over ranks with different samples, on the CPU, equal on every rank. `name` says what the ranks are doing."""
         return self.ranks.sum(name, values if self.counts_samples else values.new_zeros(values.shape))
 
-    def add_over_loss(self, values: Tensor) -> Tensor:
-        """The sum over ranks with different target tokens, equal on every rank and on the device of the values (`Ranks.add`)."""
-        return self.ranks.add(values if self.counts_losses else values.new_zeros(values.shape))
+    def add_over_loss(self, values: Tensor, of_all_ranks: Tensor | None = None) -> Tensor:
+        """The sum over ranks with different target tokens, equal on every rank and on the device of the values (`Ranks.add`).
+
+        `of_all_ranks`: a number that every rank counts. Its sum follows the others.
+        """
+        values = values if self.counts_losses else values.new_zeros(values.shape)
+        return self.ranks.add(values if of_all_ranks is None else torch.cat([values, of_all_ranks.view(1)]))
 
     def add_over_layers(self, values: Tensor) -> Tensor:
         """The sum over ranks with different tokens or different layers, likewise."""

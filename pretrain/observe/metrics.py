@@ -120,7 +120,9 @@ class StepRecord:
     )
     data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
     seconds_left: float | None = measured(
-        "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
+        "time until the last step, at this start's mean time per sample (per step with `data.pairs`), without its first step",
+        "seconds",
+        AFTER,
     )
     shares: dict[str, float] | None = measured(
         "by source, its share of the samples so far", "share", RUN, "with several sources"
@@ -293,7 +295,7 @@ class Window:
         self._started = time.monotonic()
         self._steps = self._tokens = 0
         self._computed = self._waited = self._flops = 0.0
-        self._all_steps, self._after_first, self._mean = 0, 0.0, 0.0
+        self._all_steps, self._after_first, self._timed = 0, 0.0, 0.0
 
     def add(self, computed: float, waited: float, tokens: int, flops: float = 0.0) -> None:
         """Add a step: the seconds that it computed, the seconds that it waited for data before, its target tokens, and the model's FLOPs."""
@@ -324,8 +326,8 @@ class Window:
             "step_seconds": self._computed / self._steps,
             "data_wait": self._waited / seconds,
         }
-        # The first step of a start compiles and warms up. Later ones show how long a step takes, with its share of all else.
-        self._mean = (now - self._after_first) / (self._all_steps - 1) if self._all_steps > 1 else seconds
+        # The first step of a start compiles and warms up. Later ones show how long steps take, with their share of all else.
+        self._timed = now - self._after_first if self.left_out else seconds
         self._started, self._steps, self._tokens, self._computed, self._waited, self._flops = now, 0, 0, 0.0, 0.0, 0.0
         return speed
 
@@ -339,6 +341,16 @@ class Window:
         """Over the seconds in steps since the last report."""
         return self._flops / self._computed
 
-    def left(self, steps: int) -> float:
-        """Seconds for this many more steps, at the mean speed of this start at the last report."""
-        return steps * self._mean
+    @property
+    def left_out(self) -> int:
+        """Steps at the beginning of this start that `left` does not go by."""
+        return int(self._all_steps > 1)
+
+    @property
+    def timed_steps(self) -> int:
+        """Steps of this start that `left` goes by."""
+        return self._all_steps - self.left_out
+
+    def left(self, share: float) -> float:
+        """Seconds for so many times the work of the timed steps, at their mean speed at the last report."""
+        return share * self._timed

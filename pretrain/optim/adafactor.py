@@ -26,12 +26,14 @@ from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 TOGETHER = 8
 """Parameters whose sums travel in one message, and whose updates are in memory at one time."""
 LEAST_SQUARE = 1e-30
-"""The paper's epsilon 1."""
+"""The paper's epsilon 1, which it adds to squares. Here it bounds their means from below."""
 ROWS, COLUMNS = -2, -1
 
 
 class Adafactor(GuardedOptimizer):
-    """A step of it is that of torch.optim.Adafactor without the bound 1/sqrt(step) on the rate, which is for schedules, and with an `eps1` of 1e-30."""
+    """A step of it is that of torch.optim.Adafactor with two differences. The rate has no bound 1/sqrt(step), which is for schedules. Means of
+    squares are at least 1e-30; torch squares its `eps1` for the bound of R C / mean(R), and 1e-60 is 0 in fp32.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: AdafactorOptions, formats: Formats) -> None:
         super().__init__(groups, lr, formats)
@@ -65,7 +67,8 @@ class Adafactor(GuardedOptimizer):
         options, like = self.options, parameters[0]
         weights, gradients = ([widened(local(x)) for x in tensors] for tensors in (parameters, [p.grad for p in parameters]))
         sizes = _summed([weight.square().sum() for weight in weights], like)
-        states = self._next_states(parameters, gradients)
+        kept = [[local(state) for state in self.state_of(parameter)] for parameter in parameters]
+        states = self._next_states(parameters, gradients, kept)
         if like.dim() > 1:
             totals = _summed([rows.sum(dim=ROWS, keepdim=True) for rows, _ in states], like, ROWS)
             squares = [
@@ -76,22 +79,21 @@ class Adafactor(GuardedOptimizer):
             squares = [variance.clone() for (variance,) in states]
         updates = [square.clamp_(min=LEAST_SQUARE).rsqrt_().mul_(gradient) for square, gradient in zip(squares, gradients)]
         lengths = _summed([update.square().sum() for update in updates], like)
-        for parameter, weight, update, size, length, new in zip(parameters, weights, updates, sizes, lengths, states):
+        for parameter, weight, update, size, length, old, new in zip(
+            parameters, weights, updates, sizes, lengths, kept, states
+        ):
             scale = (size / parameter.numel()).sqrt_().clamp_(min=options.least_scale)
             excess = ((length / parameter.numel()).sqrt_() / options.clip).clamp_(min=1.0)
             updated = (weight * (1 - rate * decay)).sub_(update.mul_(rate * scale / excess))
-            stored = [local(tensor) for tensor in (parameter, *self.state_of(parameter))]
-            self.write(parameter, stored, (updated, *new))
+            self.write(parameter, [local(parameter), *old], (updated, *new))
 
-    def _next_states(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[list[Tensor]]:
-        """What `state_of` is after the step."""
-        like, shares, states = parameters[0], [], []
+    def _next_states(self, parameters: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]]) -> list[list[Tensor]]:
+        """What this rank's parts of the `states` are after the step."""
+        like, shares = parameters[0], []
         for parameter in parameters:
-            self.state_of(parameter)
             steps = self.state[parameter]["step"]
             steps += 1 if self.found_inf is None else 1 - self.found_inf.to(steps)
             shares.append(steps.clamp(min=1.0) ** -self.options.decay)
-            states.append([local(state) for state in self.state_of(parameter)])
         if like.dim() == 1:
             return [
                 [state.lerp(gradient.square(), share.to(state))] for (state,), gradient, share in zip(states, gradients, shares)

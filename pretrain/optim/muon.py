@@ -38,7 +38,7 @@ from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
 BATCH, CHUNK = 8, 1 << 26
 """Matrices, and numbers in them, that a rank computes at once, at most. They bound the memory of a step, and three batches are under way."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Jordan's coefficients: singular values end between 0.7 and 1.2."""
+"""Jordan's coefficients. After five iterations, singular values above a thousandth of the norm lie between 0.47 and 1.21."""
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),

@@ -61,15 +61,25 @@ def orthogonalized(model: nn.Module) -> set[str]:
     }
 
 
+def _members(names: Iterable[str], config: Optim) -> list[list[str]]:
+    """The names that each of `optim.groups` holds for: those that it matches and no earlier one does."""
+    left, members = list(names), []
+    for group in config.groups:
+        members.append([name for name in left if fnmatchcase(name, group.pattern)])
+        left = [name for name in left if not fnmatchcase(name, group.pattern)]
+    return members
+
+
 def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
     """The rule of each parameter that is trained, by name. Of `optim.groups`, the first whose pattern matches a name holds for it."""
     matrices = orthogonalized(model) if config.name == "muon" else set()
     share = 1.0 if config.base_width is None else config.base_width / model.config.dim
     dimensions = {name: p.dim() for name, p in model.named_parameters()}
-    found = {}
-    for name, decays in decayed(model).items():
+    trained, found = decayed(model), {}
+    group_of = {name: group for group, own in zip(config.groups, _members(trained, config)) for name in own}
+    for name, decays in trained.items():
         optimizer = "adamw" if config.name == "muon" and name not in matrices else config.name
-        group = next((group for group in config.groups if fnmatchcase(name, group.pattern)), None)
+        group = group_of.get(name)
         decay = config.weight_decay if decays else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
@@ -108,34 +118,34 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
             lines.append(
                 f"optim    muon leaves what has more than two dimensions to adamw: {sized(stacked)}, such as {stacked[0]}"
             )
-    left = list(found)
-    for group in config.groups:
-        own = [name for name in left if fnmatchcase(name, group.pattern)]
-        left = [name for name in left if name not in own]
+    for group, own in zip(config.groups, _members(found, config)):
         decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
         lines.append(f"group    {group.pattern}: {sized(own)}, {group.lr_scale:g} x the learning rate{decay}")
     return lines
 
 
 def check_groups(names: Iterable[str], config: Optim) -> None:
-    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs, for a group that changes
-    nothing, and for groups that leave nothing to train.
+    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs, for a group without effect,
+    and for groups that leave nothing to train.
     """
-    left = list(names)
-    every, frozen = list(left), 0
-    for i, group in enumerate(config.groups):
-        if group.lr_scale == 1 and group.weight_decay is None and i == len(config.groups) - 1:
-            raise ConfigError(f"optim.groups.{i} has no effect: give it an lr_scale or a weight_decay, or remove it")
-        rest = [name for name in left if not fnmatchcase(name, group.pattern)]
-        if len(rest) == len(left):
+    every = list(names)
+    members = _members(every, config)
+    for i, (group, own) in enumerate(zip(config.groups, members)):
+        if not own:
             taken = any(fnmatchcase(name, group.pattern) for name in every)
             why = "only parameters that an earlier group has" if taken else "no parameter that is trained"
-            shown = ", ".join(left[:NAMES_SHOWN])
+            shown = ", ".join(sorted(set(every).difference(*members[:i]), key=every.index)[:NAMES_SHOWN])
             raise ConfigError(
                 f"optim.groups.{i}.pattern={group.pattern} matches {why}; "
-                + (f"names are {shown}, ..." if left else "remove it")
+                + (f"names are {shown}, ..." if shown else "remove it")
             )
-        frozen += (len(left) - len(rest)) * (group.lr_scale == 0)
-        left = rest
-    if every and frozen == len(every):
+        keeps = any(fnmatchcase(name, later.pattern) for later in config.groups[i + 1 :] for name in own)
+        if group.lr_scale == 1 and group.weight_decay is None and not keeps:
+            raise ConfigError(f"optim.groups.{i} has no effect: give it an lr_scale or a weight_decay, or remove it")
+        if group.lr_scale == 0 and group.weight_decay is not None:
+            raise ConfigError(
+                f"optim.groups.{i}.weight_decay={group.weight_decay:g} has no effect with lr_scale=0, because decay is times the rate; remove one of them"
+            )
+    frozen = [name for group, own in zip(config.groups, members) for name in own if group.lr_scale == 0]
+    if every and len(frozen) == len(every):
         raise ConfigError("optim.groups give every parameter lr_scale=0, so that nothing is trained; leave some out")

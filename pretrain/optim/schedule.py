@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 from pretrain.config.optim_schema import RateStage, Schedule
@@ -12,7 +13,7 @@ from pretrain.errors import ConfigError
 def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
 
-    Warmup rises linearly and reaches `peak` at step `warmup_steps`. The last step has `peak * min_ratio`, except with
+    Warmup rises linearly and reaches `peak` at step `warmup_steps`. The last step after it has `peak * min_ratio`, except with
     `constant`, `inverse_sqrt` and `piecewise`. `wsd` keeps the peak until `decay_steps` before the end (arXiv 2405.18392).
     `inverse_sqrt` is peak × sqrt(warmup_steps / step) (arXiv 1706.03762, equation 3, whose peak is dim^-0.5 × warmup_steps^-0.5).
     """
@@ -26,9 +27,22 @@ def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> flo
         return peak * _of_stages(schedule.stages, step - schedule.warmup_steps)
     start, shape = schedule.warmup_steps, schedule.name
     if schedule.name == "wsd":
-        start, shape = max(start, steps - (schedule.decay_steps or max(1, steps // 10))), schedule.decay_shape
+        start, shape = _decay_start(schedule, steps), schedule.decay_shape
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
     return peak * _between(shape, 1.0, schedule.min_ratio, progress)
+
+
+def _decay_start(schedule: Schedule, steps: int) -> int:
+    """The last step of `wsd` before its decay."""
+    return max(schedule.warmup_steps, steps - (schedule.decay_steps or max(1, steps // 10)))
+
+
+def joints(schedule: Schedule, steps: int, last: int) -> set[int]:
+    """The steps up to `last` at and beside the ends of a schedule's parts, the first step, and `last`."""
+    lengths = [stage.steps for stage in schedule.stages] if schedule.name == "piecewise" else []
+    ends = [*itertools.accumulate(lengths, initial=schedule.warmup_steps), _decay_start(schedule, steps)]
+    beside = {end + shift for end in ends for shift in (-1, 0, 1)}
+    return {1, last, *(step for step in beside if 1 <= step <= last)}
 
 
 def _of_stages(stages: list[RateStage], step: int) -> float:
@@ -62,11 +76,17 @@ def check(schedule: Schedule, steps: int, written: Schedule) -> None:
         decay = _as_written("decay", schedule.decay_steps, written.decay_tokens)
         raise ConfigError(
             f"{warmup} and {decay} do not fit in run.steps={steps}; "
-            + (f"the decay may take at most {most} steps" if most > 0 else "shorten the warmup, or raise run.steps")
+            + (
+                f"the decay may take at most {most} step{'s' if most > 1 else ''}"
+                if most > 0
+                else "shorten the warmup, or raise run.steps"
+            )
         )
-    if schedule.name == "wsd" and math.isclose(schedule.min_ratio, 1):
+    if schedule.name in ("cosine", "linear", "wsd") and math.isclose(schedule.min_ratio, 1):
+        also = " and schedule.decay_*" if schedule.name == "wsd" else ""
         raise ConfigError(
-            "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio and schedule.decay_*"
+            f"schedule.min_ratio=1 with schedule.name={schedule.name} never decays; lower it, or set schedule.name=constant and remove "
+            f"schedule.min_ratio{also}"
         )
     if schedule.name == "wsd" and schedule.decay_shape == "exponential" and not schedule.min_ratio:
         raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")
@@ -93,6 +113,11 @@ def _check_stages(schedule: Schedule, steps: int) -> None:
                 f"schedule.stages.{i}.shape=exponential neither leaves nor reaches a rate of 0; use another shape"
             )
         first, ratio = first + stage.steps, stage.ratio
+    # Within a stage the rate only rises or only falls.
+    if not any(learning_rate(schedule, 1.0, steps, step) for step in joints(schedule, steps, steps)):
+        raise ConfigError(
+            f"schedule.stages give all {steps} steps (run.steps) a rate of 0, so that nothing is trained; raise a ratio, or run.steps"
+        )
 
 
 def fit(schedule: Schedule, steps: int) -> Schedule:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretrain.checkpoint.choose import is_of_line
-from pretrain.checkpoint.files import directory_of
+from pretrain.checkpoint.files import complete_checkpoints, directory_of, step_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import AgreedPlan, Saving, retire
@@ -158,7 +158,7 @@ class Continuation:
         self._parent, self.directory.newest = _identify(self.last, step, manifest), self.last.name
         if self.ranks.is_main:
             with self.ranks.part("removal of older checkpoints", storage=True):
-                self._removal = retire(self.last, self.plan.config.checkpoint)
+                self._removal = retire(self.last, self.plan.config.checkpoint, saving.state["skipped_in_a_row"])
             log.info("saved %s (%s%s)", self.last, duration(time.monotonic() - self._started), self._held_up)
         return step
 
@@ -199,15 +199,42 @@ class Continuation:
         """The newest good checkpoint, for a message."""
         return f"the last checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
 
+    def ways_out(self, step: int, skipped: int) -> str:
+        """What to do about a step that was refused after `skipped` steps in a row, for a message. All ranks call it together."""
+        remedy = "lower optim.lr or look at the samples, then run again"
+        if not skipped:
+            return f"; {self.describe_last()}: {remedy}"
+        taken = step - skipped - 1  # its update may have ruined the weights, which are in every checkpoint since
+
+        def look() -> Path | None:
+            found = complete_checkpoints(self.last.parent) if self.last else []
+            return next((path for path in reversed(found) if step_of(path) < taken), None)
+
+        before = self.ranks.on_main("checkpoints from before skipped steps", look, CheckpointError, storage=True)
+        back = (
+            f", with run.resume={before} if that step ruined them"
+            if before
+            else "; no checkpoint from before that step is left"
+        )
+        return f", after {skipped} in a row that were skipped; the weights are those of step {taken}: {remedy}{back}"
+
     def restore(self) -> Progress:
         """Read the starting point of the run into model, optimizer and generators."""
         resumed, weights = self.origin.resumed, self.origin.weights
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
+        said = ""
         if weights is not None:
-            Payload(weights.path).load(model_tensors(self.model), self.ranks, converts=True, replicas=self.replicas)
+            payload = Payload(weights.path)
+            payload.load(model_tensors(self.model), self.ranks, converts=True, replicas=self.replicas)
+            said = f" with the weights of {weights.path}"
+            if payload.names("optim.ema."):
+                said += (
+                    ", and not with their running mean (optim.ema_decay); for that, convert_checkpoint.py to-hf --weights ema, then from-hf, "
+                    "makes a checkpoint of it"
+                )
         if self.ranks.is_main:
-            log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
+            log.info("starting at step 0%s", said)
         return Progress()
 
     def settle(self) -> None:

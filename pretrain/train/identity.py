@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from pretrain.config.schema import Config
 from pretrain.config.written import build_section
 from pretrain.data.order import UNIT
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.optim.schedule import learning_rate
+from pretrain.optim.schedule import joints, learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +119,21 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:
         return learning_rate(schedule, old_peak, steps, number), learning_rate(own.schedule, new_peak, own.run.steps, number)
 
-    points = {step, *(1 + i * step // _CURVE_POINTS for i in range(_CURVE_POINTS))} if step else ()
-    if all(old == new for old, new in map(rates, points)):
+    if not step:
+        return None
+    points = {1 + i * step // _CURVE_POINTS for i in range(_CURVE_POINTS)}
+    points |= joints(schedule, steps, step) | joints(own.schedule, own.run.steps, step)
+    # The same curve written otherwise is rounded otherwise.
+    if all(math.isclose(*rates(number), rel_tol=1e-9, abs_tol=1e-12) for number in points):
         return None
     peaks = saved.get("optim", {}).get("lr", own.optim.lr), own.optim.lr
     end = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one shows the difference best, if it shows one
-    texts = {number: [f"{rate:.3g}" for rate in rates(number, *peaks)] for number in (end, *sorted(points, reverse=True))}
-    number, (old, new) = next(((n, both) for n, both in texts.items() if both[0] != both[1]), (end, texts[end]))
-    return f"the learning rate of step {number} would be {new} instead of {old}"
+    for digits in (3, 12):
+        for number in (end, *sorted(points, reverse=True)):
+            old, new = (f"{rate:.{digits}g}" for rate in rates(number, *peaks))
+            if old != new:
+                return f"the learning rate of step {number} would be {new} instead of {old}"
+    return "the steps already taken would have had another share of optim.lr"
 
 
 # ---- what is done about it --------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Measurements:
-    """Numbers that add up between log lines. All ranks call `fill` together."""
+    """Numbers that add up between log lines. All ranks call `fill` together. `samples`: those of the run before this start."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, strategy: Strategy) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, strategy: Strategy, samples: int) -> None:
         self.plan, self.ranks, self.directory, self.strategy = plan, ranks, directory, strategy
-        self.window = Window()
+        self.window, self._samples_before = Window(), samples
         peak = peak_flops(ranks.device, plan.config.precision.compute)
         self._peak_flops = peak * ranks.world_size if peak else None
         self._flops_per_token: dict[tuple[float, ...], int] = {}
@@ -78,12 +78,21 @@ class Measurements:
         if joules is not None:
             record.watts, record.joules_per_token = joules / seconds, joules / tokens
         record.mfu = achieved / self._peak_flops if self._peak_flops else None
-        record.seconds_left = self.window.left(self.plan.config.run.steps - record.step)
+        record.seconds_left = self._seconds_left(record.step, samples)
         record.source_loss = {name: loss / n for name, (loss, n) in self._source_losses.items() if n} or None
         self._source_losses = {}
         record.shares = self.plan.data.shares(samples) or None
         if self.ranks.is_main:
             self._add_cost(record, useful_seconds)
+
+    def _seconds_left(self, step: int, samples: int) -> float:
+        steps, after = self.plan.config.run.steps - step, self.plan.data.samples_after
+        if self.plan.config.data.pairs is not None:  # their batches have a fixed number of tokens, and any number of pairs
+            return self.window.left(steps / self.window.timed_steps)
+        # A later step may take more samples than those before it (`batch.ramp`).
+        return self.window.left(
+            (after(samples, steps) - samples) / (samples - after(self._samples_before, self.window.left_out))
+        )
 
     def _memory_and_energy(self) -> tuple[dict[str, float], float | None]:
         """The most bytes that ranks have used so far, the largest and the mean; and the joules of all devices, None if some do not count them."""

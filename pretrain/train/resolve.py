@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pretrain.config.data_schema import Text
-from pretrain.config.keys import check_effects
+from pretrain.config.keys import MOST_STEPS, check_effects
 from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import Schedule
 from pretrain.config.schema import Config
@@ -67,6 +67,7 @@ def tokens_as_steps(config: Config) -> Config:
         return batches.step_of(-(-tokens // length) - 1)
 
     if run.tokens is not None:
+        _check_number("run.tokens", run.tokens, steps_of(run.tokens))
         run = dataclasses.replace(run, steps=steps_of(run.tokens), tokens=None)
     if schedule.warmup_tokens is not None:
         schedule = dataclasses.replace(schedule, warmup_steps=steps_of(schedule.warmup_tokens), warmup_tokens=None)
@@ -85,11 +86,19 @@ def tokens_as_steps(config: Config) -> Config:
         if stage.tokens is not None:
             if config.data.pairs:
                 raise ConfigError(f"schedule.stages.{i}.tokens: batches of data.pairs differ in tokens; use steps")
-            before = batches.after(0, end) * length
-            stage = dataclasses.replace(stage, steps=max(1, steps_of(before + stage.tokens) - end), tokens=None)
+            steps = max(1, steps_of(batches.after(0, end) * length + stage.tokens) - end)
+            _check_number(f"schedule.stages.{i}.tokens", stage.tokens, steps)
+            stage = dataclasses.replace(stage, steps=steps, tokens=None)
         stages.append(stage)
         end += stage.steps
     return dataclasses.replace(config, run=run, schedule=dataclasses.replace(schedule, stages=stages))
+
+
+def _check_number(key: str, tokens: int, steps: int) -> None:
+    if steps > MOST_STEPS:  # the run's own record of its configuration could not be read back
+        raise ConfigError(
+            f"{key}={tokens} would take {steps} steps, and {MOST_STEPS} is the most; lower it, or raise batch.sequences"
+        )
 
 
 def unreached_stages(config: Config) -> Iterator[str]:
@@ -123,10 +132,12 @@ def _unreached_sizes(config: Config) -> Iterator[str]:
 def _unreached_rates(schedule: Schedule, steps: int) -> Iterator[str]:
     end = schedule.warmup_steps
     for i, rate in enumerate(schedule.stages if schedule.name == "piecewise" else ()):
-        end += rate.steps
-        if end > steps and rate.shape != "constant":
+        begin, end = end, end + rate.steps
+        if end > steps and (rate.shape != "constant" or begin >= steps):
             yield f"schedule.stages.{i} lasts until step {end}, and the run until {steps}: it never comes to {rate.ratio:g} of the rate"
     left, usual = steps - schedule.warmup_steps, max(1, steps // 10)
+    if schedule.name in ("cosine", "linear") and left == 0:
+        yield f"schedule.name={schedule.name}: the warmup takes all {steps} steps, so that the rate never falls to schedule.min_ratio={schedule.min_ratio:g}"
     if schedule.name == "wsd" and schedule.decay_steps is None and 0 <= left < usual:
         yield f"schedule.name=wsd: the warmup leaves {left} of {steps} steps for the decay, which would take {usual}"
 

@@ -67,7 +67,7 @@ class Trainer:
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self._averaged)
-        self.measurements = Measurements(plan, ranks, directory, self.strategy)
+        self.measurements = Measurements(plan, ranks, directory, self.strategy, self.progress.samples)
         self.reporting = Reporting(
             plan, ranks, directory, extensions, self.mesh, self.strategy, self.evaluation, self.measurements
         )
@@ -126,8 +126,12 @@ class Trainer:
                 by_source = torch.zeros(len(batch.source_tokens), dtype=torch.float64, device=summed.device)
                 sources_B = batch.sources_B.to(summed.device, non_blocking=True)
                 summed = torch.cat([summed, by_source.index_add_(0, sources_B, losses.cross_entropy_B.double())])
-            objective, loss, *by_source = self.mesh.add_over_loss(summed).split([1, 1, len(batch.source_tokens)])
+            grad_norm = grad_norm.to(summed.device, non_blocking=True)  # `parallel.offload` has it on the host
+            added = self.mesh.add_over_loss(summed, of_all_ranks=(~torch.isfinite(grad_norm)).double())
+            objective, loss, by_source, spoilt = added.split([1, 1, len(batch.source_tokens), 1])
             objective, loss = objective[0] / target_tokens, loss[0] / target_tokens
+            # A device that computes wrongly may be alone with its norm. All ranks refuse the step, or none.
+            grad_norm = torch.where((spoilt[0] > 0) & torch.isfinite(grad_norm), math.nan, grad_norm)
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
         self.continuation.copies.hold_back()
         with self.ranks.part(f"optimizer of step {number}", device=True, exchanges=True):
@@ -140,7 +144,7 @@ class Trainer:
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
-        figures = {"objective": objective, "loss": loss, "grad_norm": grad_norm, "source_losses": by_source[0]}
+        figures = {"objective": objective, "loss": loss, "grad_norm": grad_norm, "source_losses": by_source}
         return TakenStep(
             number,
             self.progress.tokens,
@@ -194,12 +198,10 @@ class Trainer:
         self.progress.skipped_in_a_row += 1
         allowed = self.config.optim.skip_nonfinite
         if self.progress.skipped_in_a_row > allowed:
-            self._finish_save()  # it is of a good step
-            before = self.progress.skipped_in_a_row - 1
-            row = f", after {before} in a row that were skipped" if before else ""
+            self._finish_save()  # it retires nothing but what was saved among skipped steps
             raise TrainingError(
-                f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
-                "again; optim.skip_nonfinite=N leaves out up to N such steps in a row"
+                f"{what}: the step was not taken{self.continuation.ways_out(step.number, self.progress.skipped_in_a_row - 1)}; "
+                "optim.skip_nonfinite=N leaves out up to N such steps in a row"
             )
         self.progress.skipped += 1
         if self.ranks.is_main:

@@ -39,7 +39,7 @@ def notes(*overrides: str, resolved: dict[str, object] | None = None) -> list[st
     (["validation.sequences=3"], "without data.validation"),
     (["validation.every_steps=5"], "without data.validation"),
     (["batch.tokens=4096"], "without data.pairs"),
-    (["data.pairs=x", "batch={tokens: 4096, sequences: 4}"], "batch.sequences=4 has no effect with data.pairs; remove it"),
+    (["data.pairs=x", "batch={tokens: 4096, sequences: 4}"], "batch.sequences=4 has no effect with data.pairs; remove data.pairs, or set batch.sequences="),
     (["model.family=hf", "loss.chunk_mb=4"], "loss.chunk_mb=4 has no effect with model.family=hf; change model.family"),
     (["checkpoint={keep_last: 0, keep_every_steps: 100}"], "checkpoint.keep_last=0"),
 ])  # fmt: skip

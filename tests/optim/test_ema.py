@@ -105,6 +105,8 @@ def test_a_resumed_run_begins_its_mean_with_the_weights_of_the_checkpoint(pool, 
         mean = {name: 0.8 * tensor + 0.2 * weights[name] for name, tensor in mean.items()}
         for name, tensor in mean.items():
             torch.testing.assert_close(state[f"optim.ema.{name}"], tensor, rtol=1e-6, atol=1e-7)
+    code, printed = pool.launch(1, run_main, str(config_file), "run.name=next", f"run.init_from={run}", "run.steps=1", "schedule.warmup_steps=0")[0]
+    assert code == 0 and "step-00000004, and not with their running mean (optim.ema_decay); for that, convert_checkpoint.py" in printed
 
 
 def model_of(run, step) -> dict[str, torch.Tensor]:

@@ -131,6 +131,10 @@ def test_groups_that_change_nothing_or_leave_nothing_to_train_are_refused():
     with pytest.raises(ConfigError, match="every parameter lr_scale=0, so that nothing is trained"):
         check_groups(names, Optim(groups=[ParameterGroup("norm.*", 0.0), ParameterGroup("*", 0.0)]))
     check_groups(names, Optim(groups=[ParameterGroup("norm.*", 1.0, 0.1), ParameterGroup("*", 0.0)]))
+    with pytest.raises(ConfigError, match="optim.groups.0 has no effect"):  # the group after it has none of its names
+        check_groups(names, Optim(groups=[ParameterGroup("norm.*"), ParameterGroup("layers.*", 0.5)]))
+    with pytest.raises(ConfigError, match="optim.groups.0.weight_decay=0.5 has no effect with lr_scale=0, because decay is times the rate"):
+        check_groups(names, Optim(groups=[ParameterGroup("layers.*", 0.0, 0.5)]))
 
 
 def test_the_documentation_says_who_updates_the_quickstart_with_muon():

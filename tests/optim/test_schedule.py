@@ -128,9 +128,13 @@ def test_stages_follow_each_other():
     ("written", "message"),
     [
         ({"name": "wsd", "warmup_steps": 4, "decay_steps": 997}, "schedule.warmup_steps=4 and schedule.decay_steps=997 do not fit in run.steps=1000; the decay may take at most 996 steps"),
+        ({"name": "wsd", "warmup_steps": 999, "decay_steps": 2}, "the decay may take at most 1 step$"),
         ({"name": "wsd", "warmup_steps": 1000, "decay_steps": 1}, "schedule.warmup_steps=1000 and schedule.decay_steps=1 .*; shorten the warmup, or raise run.steps"),  # F13: "at most 0", which the schema refuses
         ({"name": "wsd", "min_ratio": 1}, "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio"),
         ({"name": "wsd", "decay_shape": "exponential", "min_ratio": 0.0}, "schedule.decay_shape=exponential never reaches schedule.min_ratio=0"),
+        *(({"name": n, "min_ratio": 1}, f"schedule.min_ratio=1 with schedule.name={n} never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio$") for n in ("cosine", "linear")),
+        *(({"name": "piecewise", "stages": stages}, r"schedule.stages give all 1000 steps \(run.steps\) a rate of 0, so that nothing is trained") for stages in (
+            [RateStage(5, 0.0, "constant")], [RateStage(1, 0.0), RateStage(2, 0.0, "cosine")], [RateStage(1000, 0.0, "constant")])),
         ({"name": "piecewise"}, "schedule.name=piecewise has no schedule.stages"),
         ({"name": "piecewise", "warmup_steps": 10, "stages": [RateStage(990, 0.5), RateStage(1, 0.1)]}, "schedule.stages.1 begins after step 1000, the end of the run"),
         ({"name": "piecewise", "stages": [RateStage(5, 0.0), RateStage(5, 0.1, "exponential")]}, "schedule.stages.1.shape=exponential neither leaves nor reaches a rate of 0"),
@@ -139,6 +143,22 @@ def test_stages_follow_each_other():
 def test_schedules_that_cannot_be_are_refused(written, message):
     with pytest.raises(ConfigError, match=message):
         check(Schedule(**written), STEPS, Schedule(**written))
+
+
+@pytest.mark.parametrize("stages", [[RateStage(2, 0.0)], [RateStage(5, 0.0, "constant"), RateStage(2, 0.1)]])
+def test_stages_that_train_some_steps_are_taken(stages):
+    check(Schedule(name="piecewise", stages=stages), STEPS, Schedule(name="piecewise", stages=stages))
+
+
+@pytest.mark.parametrize("key", ["run.tokens", "schedule.stages.0.tokens"])
+def test_tokens_of_more_steps_than_a_key_takes_are_refused(key):
+    """They became a number of steps that the run's own config.yaml had and no start could read back."""
+    many = 4 * 10**18
+    given = Config(schedule=Schedule(name="piecewise", stages=[RateStage(ratio=0.5, tokens=many)]))
+    if key == "run.tokens":
+        given = Config(run=Run(tokens=many))
+    with pytest.raises(ConfigError, match=f"{key}={many} would take [0-9]+ steps, and {10**12} is the most; lower it"):
+        tokens_as_steps(given)
 
 
 def test_a_schedule_that_just_fits_is_taken():

@@ -98,7 +98,8 @@ def test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_wit
         results = pool.launch(2, with_bad_steps, [3, 4, 5], str(config_file), *overrides, f"optim.skip_nonfinite={allowed}")
         assert [code for code, _ in results] == [1, 1]
         assert message in results[0][1] and "rank 1: samples" in results[0][1] and "optim.skip_nonfinite=N" in results[0][1]
-        assert "the last checkpoint is " in results[0][1] and "Traceback" not in results[0][1]
+        assert "Traceback" not in results[0][1]
+        assert ("the last checkpoint is " if not allowed else "no checkpoint from before that step is left; ") in results[0][1]
     results = pool.launch(2, with_bad_steps, [3, 4, 5], str(config_file), *overrides, "optim.skip_nonfinite=3")
     assert [code for code, _ in results] == [0, 0]
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
@@ -112,6 +113,57 @@ def test_steps_in_a_row_are_counted_over_restarts(pool, config_file):
         assert code == 1 and "step 5: loss nan" in printed and "step 6" not in printed
     [(code, printed)] = pool.launch(1, with_bad_steps, [7, 8], str(config_file), *STEADY, "optim.skip_nonfinite=2", "run.steps=9")
     assert code == 0  # a good step begins the count anew
+
+
+def with_norm_of_one_rank(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in which one rank alone, which counts no losses where others do, finds a gradient norm that is not finite in step 3."""
+    from pretrain.optim.optimizer import OptimizerSet
+    from pretrain.train.trainer import Trainer
+
+    clip, build, number, rank = OptimizerSet.clip, Trainer._build, 0, 0
+
+    def built(self):
+        nonlocal rank
+        rank = self.ranks.rank
+        build(self)
+
+    def spoiled(self, max_norm):
+        nonlocal number
+        number += 1
+        norm = clip(self, max_norm)
+        return norm * math.inf if number == 3 and rank == 1 else norm
+
+    with patch.object(OptimizerSet, "clip", spoiled), patch.object(Trainer, "_build", built):
+        return run_main(config_file, *overrides)
+
+
+@pytest.mark.parametrize("layout", [DDP, (2, "parallel.strategy=fsdp", "parallel.tensor=2")], ids=["ddp", "tensor"])
+def test_a_norm_that_is_not_finite_on_one_rank_is_refused_by_all(pool, config_file, layout):
+    """Each decided for itself. The others took the step, and their weights were no longer those of this one."""
+    ranks, *options = layout
+    overrides = (*STEADY, *options, "optim.skip_nonfinite=1", "parallel.timeout_seconds=10")
+    results = pool.launch(ranks, with_norm_of_one_rank, str(config_file), *overrides)
+    assert [code for code, _ in results] == [0] * ranks, results
+    assert "skipped, 1 in a row of at most 1" in results[0][1] and "step 3: loss " in results[0][1]
+    run = config_file.parent / "runs" / "run"
+    assert equal(state_of(run, 3), state_of(run, 2)) and read_metrics(run)[-1]["skipped"] == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_steps_in_a_row_that_are_skipped_retire_no_checkpoint_from_before_them(pool, config_file, background):
+    """What was saved among them has the weights of the last step taken, which may have ruined them. It drove out the good checkpoints."""
+    options = (*STEADY, "run.steps=20", "checkpoint={every_steps: 2, keep_last: 2}", "optim.skip_nonfinite=5")
+    options = (*options, f"checkpoint.background={str(background).lower()}", "parallel.strategy=fsdp")
+    checkpoints = config_file.parent / "runs" / "run" / "checkpoints"
+    for _ in range(2):  # the second start goes on from within the row
+        code, printed = pool.launch(2, with_bad_steps, list(range(6, 30)), str(config_file), *options)[0]
+        assert code == 1 and "step 11: loss nan" in printed
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000004", "step-00000010"]
+        back = f"run.resume={checkpoints / 'step-00000004'}"
+        assert f"the weights are those of step 5: lower optim.lr or look at the samples, then run again, with {back} if" in printed
+    code, printed = pool.launch(2, run_main, str(config_file), *options, back)[0]
+    assert code == 0, printed
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["abandoned-step-00000010", "step-00000018", "step-00000020"]
 
 
 def test_a_first_step_that_is_not_finite_says_that_there_is_no_checkpoint(pool, config_file):

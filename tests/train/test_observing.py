@@ -175,10 +175,34 @@ def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
             "data_wait": 3 / 73,
         }
     )
-    assert window.left(10) == pytest.approx(10 * 11.0)  # without the first step, which compiles: 3 + 1 + 4 + 3 seconds
+    assert window.timed_steps == 1 and window.left(10) == pytest.approx(10 * 11.0)  # without the first step, which compiles: 3 + 1 + 4 + 3 seconds
     clock.now += 5.0
     window.add(5.0, 0.0, 1000)
-    assert window.take()["seconds"] == 5.0 and window.left(10) == pytest.approx(10 * 16.0 / 2)
+    assert window.take()["seconds"] == 5.0 and window.left(10 / window.timed_steps) == pytest.approx(10 * 16.0 / 2)
+
+
+def by_the_samples(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run on a clock by which each sample takes a second, and nothing else takes time."""
+    from pretrain.observe import metrics
+    from pretrain.train.trainer import Trainer
+
+    clock, taken = SimpleNamespace(now=100.0), Trainer.step
+
+    def step(self, batch, *of_all):
+        clock.now += batch.sequences + 1000 * (self.progress.step == 0)  # the first step compiles
+        return taken(self, batch, *of_all)
+
+    with patch.object(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now)), patch.object(Trainer, "step", step):
+        return run_main(config_file, *overrides)
+
+
+def test_the_time_left_knows_of_larger_batches_to_come(pool, config_file):
+    """It was the time per step so far times the steps to come: too little by the factor that a ramp still has to grow by."""
+    ramp = ("run.steps=8", "log.every_steps=1", "batch={sequences: 12, micro_sequences: 4, ramp: [{until_tokens: 384, sequences: 4}]}")
+    code, printed = pool.launch(1, by_the_samples, str(config_file), *ramp)[0]
+    assert code == 0, printed
+    left = [record["seconds_left"] for record in read_metrics(config_file.parent / "runs" / "run")]
+    assert left[1:] == pytest.approx([64, 60, 48, 36, 24, 12, 0])  # three steps take 4 samples each, five take 12
 
 
 # ---- the loss -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def test_the_sizes_that_are_named_are_those_that_no_step_has(ramp, sequences, st
         (["batch.lengths=[{until_tokens: 520, length: 8}, {until_tokens: 900, length: 16}]", "batch.sequences=32"], "batch.lengths.1 has no step, because none begins between 520 and 900 tokens"),
         (["schedule={name: piecewise, warmup_steps: 0, stages: [{steps: 100, ratio: 0.1}]}"], "schedule.stages.0 lasts until step 100, and the run until 20: it never comes to 0.1 of the rate"),
         (["schedule={name: wsd, warmup_steps: 20}"], "schedule.name=wsd: the warmup leaves 0 of 20 steps for the decay, which would take 2"),
+        (["schedule={name: linear, warmup_steps: 20}"], "schedule.name=linear: the warmup takes all 20 steps, so that the rate never falls to schedule.min_ratio=0.1"),
+        (["schedule={name: piecewise, warmup_steps: 20, stages: [{steps: 5, ratio: 0.1, shape: constant}]}"], "schedule.stages.0 lasts until step 25, and the run until 20: it never comes to 0.1 of the rate"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_come_are_named(config_file, options, said):
@@ -169,4 +171,4 @@ def test_what_numbers_of_tokens_mean_is_said(config_file):
     assert code == 0
     assert "note     run.tokens=5000: 10 steps" in printed and "note     schedule.warmup_tokens=600: 2 steps" in printed
     code, printed = run_main(str(config_file), "--check", "run.steps=77", "run.tokens=5000")
-    assert code == 2 and "run.steps=77 has no effect with run.tokens; remove it" in printed
+    assert code == 2 and "run.steps=77 has no effect with run.tokens; remove run.tokens, or set run.steps=1000, its default" in printed

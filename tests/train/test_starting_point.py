@@ -192,6 +192,27 @@ def test_a_schedule_may_change_where_the_steps_taken_keep_their_learning_rates(o
     assert (curves[0] != curves[1]) == bool(refused)
 
 
+def piecewise(*stages: RateStage, steps: int = 10_000) -> Config:
+    return Config(schedule=Schedule(name="piecewise", stages=list(stages)), run=Run(steps=steps))
+
+
+def test_the_same_past_written_otherwise_is_no_other_past():
+    """A linear stage that is cut in two where the line is has the same rates, but for their rounding."""
+    old = piecewise(RateStage(7, 0.1))
+    for cut in range(1, 7):
+        new = piecewise(RateStage(cut, 1 + (0.1 - 1) * cut / 7), RateStage(9, 0.05))
+        assert setting_changes(dataclasses.asdict(old), new, cut) == []
+
+
+@pytest.mark.parametrize("place", [1234, 4321, 8888])
+def test_one_step_of_the_past_that_differs_is_found(place):
+    """A thousand points of a longer past missed it."""
+    old = piecewise(RateStage(9000, 1.0, "constant"))
+    new = piecewise(RateStage(place, 1.0, "constant"), RateStage(1, 0.5, "constant"), RateStage(9000, 1.0, "constant"))
+    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 9000)}
+    assert text == f"the learning rate of step {place + 1} would be 0.00015 instead of 0.0003"
+
+
 def test_a_cosine_that_is_extended_says_what_becomes_of_the_learning_rate(config_file, run):
     """T-D9: what an extension does is said in numbers."""
     code, line = check(config_file, "run.steps=10")

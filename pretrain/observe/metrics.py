@@ -38,7 +38,7 @@ class StepRecord:
     """
 
     step: int = measured("optimizer steps made", "", RUN)
-    tokens: int = measured("target tokens trained on: positions that carry a loss", "tokens", RUN)
+    tokens: int = measured("target tokens consumed, those of skipped steps as well: positions that carry a loss", "tokens", RUN)
     loss: float | None = measured("cross-entropy of the step's target tokens, before its update", TOKEN_LOSS, STEP)
     objective: float | None = measured(
         "what is minimised, where that is not the cross-entropy alone: weights of sources, z-loss, label smoothing, losses of routers, tokens further ahead",
@@ -107,7 +107,7 @@ class StepRecord:
         "time of all starts, each from its first to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
     )
     goodput: float | None = measured(
-        "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost",
+        "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost or skipped",
         "share",
         RUN,
     )
@@ -118,7 +118,11 @@ class StepRecord:
         STEP,
         "for steps of `log.profile`",
     )
-    data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
+    data_wait: float | None = measured(
+        "share of the wall-clock time that was spent waiting for batches: in each step, for that of the rank that waited longest",
+        "share",
+        SINCE,
+    )
     seconds_left: float | None = measured(
         "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
     )
@@ -296,7 +300,7 @@ class Window:
         self._all_steps, self._after_first, self._mean = 0, 0.0, 0.0
 
     def add(self, computed: float, waited: float, tokens: int, flops: float = 0.0) -> None:
-        """Add a step: the seconds that it computed, the seconds that it waited for data before, its target tokens, and the model's FLOPs."""
+        """Add a step: the seconds that it computed, the seconds that its batches were waited for before, its target tokens, and the model's FLOPs."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         self._computed, self._waited, self._flops = self._computed + computed, self._waited + waited, self._flops + flops
         self._all_steps += 1

@@ -154,6 +154,28 @@ def test_throughput_and_time_left_count_validation_and_the_step_alone_is_apart(p
     assert int(minutes[1]) >= 1  # two steps of more than half a second
 
 
+def with_a_slow_reader(config_file: str, *overrides: str) -> tuple[int, str]:
+    import os
+
+    from pretrain.data.training_data import Loader
+
+    read = Loader.read
+
+    def slow(self, consumed):
+        time.sleep(0.3 * (os.environ["RANK"] == "1"))
+        return read(self, consumed)
+
+    return run_main_with(Loader, "read", slow, config_file, *overrides)
+
+
+def test_a_reader_that_is_slow_on_another_rank_is_waited_for(pool, config_file):
+    """The main rank's own batch was there at once, and its wait for the others was in no number."""
+    short = ("run.steps=4", "schedule.warmup_steps=1", "data.workers=1", DDP)
+    assert [code for code, _ in pool.launch(2, with_a_slow_reader, str(config_file), *short)] == [0, 0]
+    for record in read_metrics(config_file.parent / "runs" / "run"):
+        assert 0.15 < record["data_wait"] * record["seconds"] < record["seconds"]
+
+
 def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
     """T-D11: seconds, tokens per second and time left, by a clock that is set by hand."""
     from pretrain.observe import metrics
@@ -341,7 +363,7 @@ def failing_export(config_file: str, *overrides: str) -> str:
 
 def test_a_problem_of_the_export_is_none_of_the_data(pool, config_file):
     """T-D14: it was labelled DataError."""
-    assert pool.launch(1, failing_export, str(config_file)) == ["CheckpointError: export check: no"]
+    assert pool.launch(1, failing_export, str(config_file)) == ["ExportError: export check: no"]
 
 
 # ---- the loss of each source --------------------------------------------------------------------------------------------

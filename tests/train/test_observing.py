@@ -498,7 +498,10 @@ def test_the_model_continues_prompts_as_generation_does(pool, config_file, byte_
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(pool, config_file, prepared):
     prompts = "validation={prompts: [" + "a" * 30 + "], prompt_tokens: 3}"
     [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
-    assert code == 2 and "validation.prompts.0 has 30 tokens" in printed and "Traceback" not in printed
+    assert code == 2 and "validation.prompts.0 has 30 tokens, and" in printed and "Traceback" not in printed
+    prompts = prompts.replace("a" * 30, "a").replace("3}", "32}")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
+    assert code == 2 and "validation.prompts.0 has 1 token, and" in printed
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named_by_check_and_by_generation(config_file, t5_tokenizer, tmp_path, capsys):

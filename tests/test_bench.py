@@ -42,12 +42,11 @@ from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
-from running import tool
+from running import on_meta, tool
 
 from pretrain.config.load import load_config
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import ConfigError, DataError
-from pretrain.observe.flops import matmul_parameters
 from pretrain.train.plan import make_plan
 from pretrain.train.resolve import resolve
 from pretrain.train.trainer import Trainer
@@ -330,7 +329,7 @@ def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(opt
 def test_products_of_a_models_layers_are_those_that_its_flops_count(preset):
     config = resolve(load_config(ROOT / "configs" / "models" / f"{preset}.yaml", [])[0])
     flops = sum(one.count * one.flops for one in layer_products(config, 10))
-    assert flops == 10 * 2 * matmul_parameters(config.model)
+    assert flops == 10 * 2 * on_meta(config.model).matmul_parameters()
 
 
 def test_products_are_measured_by_format_and_shape_and_kept(tmp_path, capsys):

@@ -66,6 +66,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class ExportError(CheckpointError):
+    """A new run could not be exported in the end."""
+
+
 class UnreadableError(CheckpointError):
     """A file of a checkpoint cannot be read at the moment. Its content may still be good."""
 

@@ -22,9 +22,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import nn
 
 from pretrain.checkpoint.payload import Payload
+from pretrain.config.model_schema import Model
 from pretrain.equivalence.comparison import NEGLIGIBLE
+from pretrain.models import build_network
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 
@@ -57,6 +60,12 @@ def traced(config_file: str, *overrides: str) -> tuple[int, str]:
             return run_main(config_file, *overrides)
     finally:
         loss_chunks.compiled.cache_clear()  # a later run of this process compiles its loss by inductor
+
+
+def on_meta(model: Model) -> nn.Module:
+    """The network of a complete section, without values."""
+    with torch.device("meta"):
+        return build_network(model)
 
 
 def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -40,13 +42,14 @@ from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
-from running import tool
+from running import on_meta, tool
 
 from pretrain.config.load import load_config
 from pretrain.data.shards.reader import PreparedData
-from pretrain.errors import DataError
-from pretrain.observe.flops import matmul_parameters
+from pretrain.errors import ConfigError, DataError
+from pretrain.train.plan import make_plan
 from pretrain.train.resolve import resolve
+from pretrain.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,24 @@ def test_speed_profiles_one_more_step_of_which_the_row_has_nothing(tmp_path):
     assert "| matrix products |" in page.read_text()
 
 
+@pytest.mark.parametrize("name", ["quickstart", "t5_quickstart", "pretrain/smollm3-3b"])
+def test_speed_takes_the_configuration_of_a_run_and_leaves_its_data_and_its_length(tmp_path, monkeypatch, name):
+    """Validation data, prompts and stages of the file were in the way."""
+    planned = []
+    monkeypatch.setattr(speed, "_measure", lambda asked, name, config, *_: planned.append(make_plan(config, 1, torch.device("cpu"))) or [])
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"include: {ROOT}/configs/{name}.yaml\nvalidation: {{every_steps: 5, prompts: [Once]}}\nlog: {{layers_every_steps: 1}}\n"
+        "batch: {ramp: [{until_tokens: 100, sequences: 4}]}\nrun: {tokens: 100000}\n"
+    )
+    keys = ("run.device=cpu", "parallel={strategy: auto, shard: null}", "precision.tf32=false")
+    speed.measure_speed(speed.Speed(file, 32, 1, 1, 1, keys), "name", Options(tmp_path))
+    assert planned[0].config.run.steps == speed.WARM_UP + 2 and not planned[0].config.data.validation
+    assert planned[0].config.log.layers_every_steps == 0
+    with pytest.raises(ConfigError, match="data.pairs=/p: speed measures steps of --length tokens"):
+        speed.measure_speed(speed.Speed(file, 32, 1, 1, 1, ("data.pairs=/p",)), "name", Options(tmp_path))
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_speed_is_measured_in_a_process_that_is_set_up_as_that_of_a_run(tmp_path, monkeypatch):
     """`run.affinity` and `run.deterministic` had no effect on it."""
@@ -101,6 +122,24 @@ def test_speed_is_measured_in_a_process_that_is_set_up_as_that_of_a_run(tmp_path
         torch.use_deterministic_algorithms(False)
     [(cores, deterministic)] = found
     assert deterministic and cores < allowed and os.sched_getaffinity(0) == allowed
+
+
+def target_tokens(folder: str) -> list[int]:
+    """Those that each step of a profiled measurement was given on this rank."""
+    taken, given = Trainer.step, []
+
+    def step(self, batch, target_tokens, *others):
+        given.append(target_tokens)
+        return taken(self, batch, target_tokens, *others)
+
+    keys = ("model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}", "run.device=cpu", "parallel.strategy=ddp")
+    with patch.object(Trainer, "step", step):
+        speed.measure_speed(speed.Speed(None, 32, 1, 1, 1, keys, Path(folder)), "name", Options(Path(folder), say=lambda line: None))
+    return given
+
+
+def test_every_step_of_speed_has_the_tokens_of_all_ranks_also_the_one_that_is_profiled(pool, tmp_path):
+    assert pool.launch(2, target_tokens, str(tmp_path)) == [[64] * (speed.WARM_UP + 2)] * 2
 
 
 @pytest.mark.slow
@@ -160,6 +199,8 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
         ("checkpoint", "--work", f"{tmp_path}/found.jsonl"): f"--work {tmp_path}/found.jsonl: not a directory",
         ("speed", "batch.sequences=4"): "batch.sequences=4: --micro, --accumulation and --steps decide it; remove it",
         ("speed", "run={device: cpu, steps: 3}"): "--micro, --accumulation and --steps decide it; remove it",
+        ("matmul", "--model", "configs/quickstart.yaml"): "configs/quickstart.yaml: model.vocab_size is left to the data, which is not read here; set it",
+        ("checkpoint", "--model", "configs/quickstart.yaml"): "configs/quickstart.yaml: model.vocab_size is left to the data, which is not read here; set it",
         ("matmul", "--device", "cuda"): "--device cuda: there is no GPU; leave --device out",
         ("collectives", "--backend", "nccl"): "--backend nccl: there is no GPU; leave --backend out",
         (*quality_of, "--device", "cuda"): "--device cuda: there is no GPU; leave --device out",
@@ -288,7 +329,7 @@ def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(opt
 def test_products_of_a_models_layers_are_those_that_its_flops_count(preset):
     config = resolve(load_config(ROOT / "configs" / "models" / f"{preset}.yaml", [])[0])
     flops = sum(one.count * one.flops for one in layer_products(config, 10))
-    assert flops == 10 * 2 * matmul_parameters(config.model)
+    assert flops == 10 * 2 * on_meta(config.model).matmul_parameters()
 
 
 def test_products_are_measured_by_format_and_shape_and_kept(tmp_path, capsys):

@@ -30,6 +30,9 @@ ROWS = 1024
 """In a block, at most, where many heads share keys and values."""
 SHAPES = 16
 """Numbers of keys that blocks have, at most. The library behind bmm keeps some megabytes for each that it has seen."""
+MOST = 1.0
+"""Logarithm of a weight in backward, at most. In its unit the largest one is between 0.7 and 1.5. Where scores are above 100,000, its error may be
+larger than that, and without a bound the gradients would not be finite."""
 BYTES_AT_ONCE = 1 << 20
 """Scores of a thread at a time, so that they stay in its core's cache."""
 
@@ -82,7 +85,7 @@ def _backward(
         v_less[..., -4:] = -1
         later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
         for i in _parts(q, k):
-            weights = hide(product(less_lse[i], k_less[i].mT, scale), later).exp_()
+            weights = hide(product(less_lse[i], k_less[i].mT, scale), later).clamp_(max=MOST).exp_()
             g_scores = torch.bmm(less_mean[i], v_less[i].mT).mul_(weights)
             g_q[i] = product(g_scores, k[i], scale)
             for total, part in ((g_v, torch.bmm(weights.mT, g[i])), (g_k, product(g_scores.mT, q[i], scale))):

@@ -149,7 +149,7 @@ def _check_rotation(model: Model) -> None:
         if model.rope.fraction == 1 and not model.latent.kv_rank:
             raise ConfigError(
                 f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs; "
-                f"nearest: {model.head_dim - 1}, {model.head_dim + 1}"
+                f"nearest: {nearest_multiples(model.head_dim, 2)}"
             )
         raise ConfigError(
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "

@@ -1,16 +1,12 @@
-"""Model FLOPs and MFU, by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
+"""Peaks of devices, for the MFU by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
 
-Per token, forward and backward: 6 x (parameters in matrix products) + 12 x layers x attention width x min(sequence length,
+Per token (`flops_per_token` of a network), forward and backward: 6 x (parameters in matrix products) + 12 x layers x attention width x min(sequence length,
 window). The output head counts, the embedding look-up does not. There is no causal discount, and recomputation does not count.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
-
-from pretrain.config.model_schema import Model
-from pretrain.models import build_network
 
 # Dense peak, FLOP/s, as printed in the vendors' data sheets. Names are exactly those that torch reports: a longer name (4090 D,
 # 3090 Ti, a MIG slice) is another device.
@@ -31,24 +27,6 @@ PEAKS_BF16 = {
     "NVIDIA GeForce RTX 4090": 165e12,
     "NVIDIA GeForce RTX 3090": 71e12,
 }
-
-
-def flops_per_token(model: Model, *lengths: float) -> int:
-    """FLOPs of one forward and backward pass per token, for a complete model on sequences of a length.
-
-    For an encoder-decoder, give the mean lengths of sources and targets; the count is per target token.
-    """
-    return _on_meta(model).flops_per_token(*lengths)
-
-
-def matmul_parameters(model: Model) -> int:
-    """Parameters that a token is multiplied with. Only the active ones of the routed experts count."""
-    return _on_meta(model).matmul_parameters()
-
-
-def _on_meta(model: Model) -> nn.Module:
-    with torch.device("meta"):
-        return build_network(model)
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:

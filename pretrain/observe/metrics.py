@@ -38,7 +38,7 @@ class StepRecord:
     """
 
     step: int = measured("optimizer steps made", "", RUN)
-    tokens: int = measured("target tokens trained on: positions that carry a loss", "tokens", RUN)
+    tokens: int = measured("target tokens consumed, those of skipped steps as well: positions that carry a loss", "tokens", RUN)
     loss: float | None = measured("cross-entropy of the step's target tokens, before its update", TOKEN_LOSS, STEP)
     objective: float | None = measured(
         "what is minimised, where that is not the cross-entropy alone: weights of sources, z-loss, label smoothing, losses of routers, tokens further ahead",
@@ -72,7 +72,7 @@ class StepRecord:
     )
     mfu: float | None = measured(
         "model FLOPs of the step alone, divided by the devices' peak (`pretrain/observe/flops.py` lists the devices). Per token they are 6 × parameters in "
-        "matrix products + 12 × layers × width of attention × min(sequence length, window), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
+        "matrix products + 12 × layers × width of attention × min(sequence length, window) (`model.family=hf`: without windows), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
         "the embedding's look-up and recomputation do not, and attention counts as if it were not causal",
         "share",
         SINCE,
@@ -107,7 +107,7 @@ class StepRecord:
         "time of all starts, each from its first to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
     )
     goodput: float | None = measured(
-        "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost",
+        "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost or skipped",
         "share",
         RUN,
     )
@@ -118,7 +118,11 @@ class StepRecord:
         STEP,
         "for steps of `log.profile`",
     )
-    data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
+    data_wait: float | None = measured(
+        "share of the wall-clock time that was spent waiting for batches: in each step, for that of the rank that waited longest",
+        "share",
+        SINCE,
+    )
     seconds_left: float | None = measured(
         "time until the last step, at this start's mean time per sample (per step with `data.pairs`), without its first step",
         "seconds",
@@ -298,7 +302,7 @@ class Window:
         self._all_steps, self._after_first, self._timed = 0, 0.0, 0.0
 
     def add(self, computed: float, waited: float, tokens: int, flops: float = 0.0) -> None:
-        """Add a step: the seconds that it computed, the seconds that it waited for data before, its target tokens, and the model's FLOPs."""
+        """Add a step: the seconds that it computed, the seconds that its batches were waited for before, its target tokens, and the model's FLOPs."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         self._computed, self._waited, self._flops = self._computed + computed, self._waited + waited, self._flops + flops
         self._all_steps += 1

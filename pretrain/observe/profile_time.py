@@ -149,7 +149,8 @@ def _walk(events: list[Event], regions: dict[int, str | None], found: _Operators
         yield from until(begin)
         end = begin + float(event["dur"])
         stack.append(_called(event, stack[-1] if stack else None, min(end, stack[-1].end) if stack else end, regions))
-        found.calls[stack[-1].name, stack[-1].group or HOST] += 1
+        if not event["name"].startswith(_ENGINE):  # it encloses the operator's own event of that name
+            found.calls[stack[-1].name, stack[-1].group or HOST] += 1
         if (number := event.get("args", {}).get("External id")) is not None:
             found.by_id[number] = stack[-1].group or OTHER, stack[-1].name
     yield from until(float("inf"))

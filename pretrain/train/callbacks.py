@@ -116,7 +116,7 @@ class Callbacks:
     """The callbacks of a run, called one after the other.
 
     A failure becomes `problem`, and no callback is called any more. All ranks raise it together before the next step, so that none waits
-    for this one in vain. Only a failure in `evaluate`, where ranks compute together, ends this rank at once, and the others with it.
+    for this one in vain. Only a failure in `evaluate`, where several ranks compute together, ends this rank at once, and the others with it.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
@@ -144,7 +144,9 @@ class Callbacks:
             if not self._try(callback, "evaluate", measure):
                 # At once: the others may be in a collective of this callback, and would take this rank's next one for it.
                 ranks = self.run.mesh.ranks
-                raise self.problem.on_rank(ranks.rank) if ranks.world_size > 1 else self.problem
+                if ranks.world_size > 1:
+                    raise self.problem.on_rank(ranks.rank)
+                return {}
         return found
 
     def on_record(self, record: StepRecord) -> None:

@@ -40,7 +40,7 @@ class Progress:
     row.
 
     `loads`: positions that each expert of each layer got in the last step, if a balancing loss needs them. `record`: the numbers
-    of the last step, for a log of metrics that lacks them. `useful_seconds`: time in these steps, times the devices that made them.
+    of the last step, for a log of metrics that lacks them. `useful_seconds`: time in steps that were not skipped, times the devices that made them.
     """
 
     step: int = 0
@@ -95,6 +95,10 @@ class Continuation:
         """Whether `checkpoint.every_seconds` have passed since the last save; the main rank's clock decides."""
         every = self.plan.config.checkpoint.every_seconds
         return self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
+
+    def has(self, step: int) -> bool:
+        """Whether there is nothing to save after a step: it is saved, or this start began with it."""
+        return step in (self._saved_step, self.origin.step)
 
     def begin_save(self, progress: Progress) -> None:
         """Begin to save the whole state, unless this step is saved already. `finish_save` has to follow.

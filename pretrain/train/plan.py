@@ -23,7 +23,6 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
-from pretrain.observe.flops import flops_per_token
 from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.cuda_graph import check_cuda_graph
@@ -71,7 +70,7 @@ class Plan:
         """FLOPs of a forward and backward pass per token, in the step after `consumed` samples. For encoder-decoders: per target token, the
         unit of `tokens_per_second`.
         """
-        return flops_per_token(self.config.model, *self.data.lengths(consumed))
+        return network_without_values(self.config).flops_per_token(*self.data.lengths(consumed))
 
     def facts(self) -> dict[str, Any]:
         """The results of the configuration on this host, as JSON values by name. All ranks must have the same."""

@@ -44,7 +44,7 @@ class Prompts:
         for number, ids in enumerate(self.ids):
             if len(ids) + self.count > config.data.sequence_length:
                 raise ConfigError(
-                    f"validation.prompts.{number} has {len(ids)} tokens, and with validation.prompt_tokens={self.count} more it is longer "
+                    f"validation.prompts.{number} has {len(ids)} token{'s' if len(ids) > 1 else ''}, and with validation.prompt_tokens={self.count} more it is longer "
                     f"than data.sequence_length={config.data.sequence_length}; shorten one of them"
                 )
 

@@ -336,11 +336,12 @@ def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
         return []
     threads, cores, here = torch.get_num_threads(), usable_cores(), ranks_of_host(ranks.world_size)
     best = max(1, cores // here)
-    advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
+    advice = f", {cores - threads * here} idle; run.threads={best} uses more" if threads < best else ""
     if threads * here > max(cores, here):
         advice = f", more than there are cores; run.threads={best} gives each its own"
     kept = f", kept on {len(os.sched_getaffinity(0))} of them" if affinity != "none" else ""
-    return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{kept}{advice}"]
+    processes = f"each of {here} processes" if here > 1 else "1 process"
+    return [f"threads  {threads} in {processes} on {cores} core{'s' if cores > 1 else ''}{kept}{advice}"]
 
 
 def _describe_stages(plan: Plan) -> list[str]:

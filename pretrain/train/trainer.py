@@ -17,10 +17,9 @@ import torch
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError, LostRankError, TrainingError, UserError
+from pretrain.errors import CheckpointError, ExportError, LostRankError, TrainingError, UserError, line_of
 from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
-from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
@@ -42,7 +41,7 @@ from pretrain.train.starting_point import StartingPoint
 from pretrain.train.stop import StopPoll, StopRequest
 from pretrain.train.taken_step import Figures, TakenStep
 from pretrain.train.validation import Evaluation
-from pretrain.train.verdict import Verdict, Wishes, agree_on_step
+from pretrain.train.verdict import Verdict, Wishes, agree_on_step, read_batch
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +60,10 @@ class Trainer:
         self.plan, self.ranks, self.directory, self.extensions = plan, ranks, directory, extensions
         self.config = plan.config
         self._build()
-        data_rank, data_size = self.mesh.data_rank, self.mesh.data_size
         self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, self.mesh.replicas)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
-        self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
+        self.loader = plan.data.loader(self.mesh.data_rank, self.mesh.data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self._averaged)
         self.measurements = Measurements(plan, ranks, directory, self.strategy, self.progress.samples)
         self.reporting = Reporting(
@@ -235,17 +233,19 @@ class Trainer:
         return outcome
 
     def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:
-        config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
+        progress, poll = self.progress, StopPoll(stop, self.ranks)
+        steps, sources = self.config.run.steps, len(self.plan.data.source_names)
         self.measurements.begin()
-        if progress.step == config.run.steps and not evaluated:
+        if progress.step == steps and not evaluated:
             evaluated = self.reporting.evaluate_again(progress, poll)
-        while progress.step < config.run.steps:
-            waiting = time.monotonic()
+        while progress.step < steps:
+            started = time.monotonic()
             batch, problem = self._next(batches, export)
-            ready = time.monotonic()
-            verdict = agree_on_step(
-                progress.step + 1, batch, problem, self._wishes(stop), len(self.plan.data.source_names), self.mesh
-            )
+            waited = time.monotonic() - started
+            verdict = agree_on_step(progress.step + 1, batch, problem, waited, self._wishes(stop), sources, self.mesh)
+            if verdict.problem is not None:
+                self._save_before_end(verdict.problem, poll)
+                raise verdict.problem
             agreed = verdict.wishes
             if self.continuation.is_saving and not agreed.writes:
                 self._finish_save()
@@ -258,14 +258,14 @@ class Trainer:
                 reasons = self.ranks.gather("end by a callback", self.reporting.run.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
-            evaluated = self._advance(batch, verdict, ready - waiting, poll)
+            evaluated = self._advance(batch, verdict, waited, poll)
         self._save()
         return "finished" if evaluated else "preempted"
 
     def _advance(self, batch: StepBatch, verdict: Verdict, waited: float, poll: StopPoll) -> bool:
         """Take a step and settle the one before it, while a GPU computes. Settle this one as well if something is due after it.
 
-        `waited`: seconds that the batch took. Return whether no evaluation was cut short.
+        `waited`: seconds that this rank's batch took. Return whether no evaluation was cut short.
         """
         started, flops = time.monotonic(), verdict.target_tokens * self.measurements.flops_of_a_token(self.progress.samples)
         with self._profile(self.progress.step + 1, waited), self._explaining_memory(self.progress.step + 1):
@@ -276,16 +276,17 @@ class Trainer:
         if record:
             self._after_step(record, poll)
         if self.runs_ahead and not self._is_due(self.progress.step):
-            self._count_time(seconds, waited, verdict.target_tokens, flops)
+            self._count_time(seconds, verdict, flops)
             return True
         started = time.monotonic()
         record, self.ahead = self.settle(self.ahead), None
-        self._count_time(seconds + time.monotonic() - started, waited, verdict.target_tokens, flops)
+        self._count_time(seconds + time.monotonic() - started, verdict, flops)
         return self._after_step(record, poll)
 
-    def _count_time(self, seconds: float, waited: float, tokens: int, flops: float) -> None:
-        self.measurements.window.add(seconds, waited, tokens, flops)
-        self.progress.useful_seconds += seconds * self.ranks.world_size
+    def _count_time(self, seconds: float, verdict: Verdict, flops: float) -> None:
+        self.measurements.window.add(seconds, verdict.waited, verdict.target_tokens, flops)
+        if not self.progress.skipped_in_a_row:  # the step that was settled last was taken
+            self.progress.useful_seconds += seconds * self.ranks.world_size
 
     def _profile(self, number: int, waited: float) -> AbstractContextManager:
         """What records a step, if `log.profile` has its number."""
@@ -311,7 +312,7 @@ class Trainer:
             raise out_of_memory(error, self.config, self.plan.layout, number, self.directory.path, self.ranks.rank) from error
 
     def _is_due(self, step: int) -> bool:
-        """Whether a step is saved or evaluated, and so has to be settled before the next one."""
+        """Whether a step is saved or evaluated, and so is settled before the next one."""
         return bool(self._saves(step) or self.evaluation.due(step))
 
     def _saves(self, step: int) -> bool:
@@ -347,6 +348,20 @@ class Trainer:
             with self.ranks.part("callbacks after a save", storage=True):
                 self.reporting.callbacks.on_save(step, self.continuation.last)
 
+    def _save_before_end(self, problem: UserError, poll: StopPoll) -> None:
+        """Save the steps since the last save, which are good, before all ranks end the run for a `problem` between two steps."""
+        if isinstance(problem, ExportError):
+            return  # what mends it is another model or tokenizer, with which a checkpoint of this one could not go on
+        try:
+            self._settle_ahead(poll)
+            if not self.continuation.has(self.progress.step):
+                self._save()
+        except LostRankError:
+            log.error("%s", problem)
+            raise
+        except Exception as another:
+            log.error("the steps before the failure could not be saved: %s", line_of(another))
+
     def _leave_save(self, error: Exception) -> None:
         """Before a failed run ends: complete the save that was begun, which is of a good step, if all ranks fail alike."""
         is_alike = isinstance(error, UserError) and not isinstance(error, LostRankError) and error.rank is None
@@ -362,19 +377,11 @@ class Trainer:
         return Wishes(stop.reason is not None, run.stop_reason is not None, is_due, self.continuation.is_writing)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
-        """The next batch, or the reason why this rank has none. All ranks raise it together, because the others wait for this one."""
-        try:
-            with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
-                batch = next(batches)
-        except (UserError, OSError) as error:
-            return None, error if isinstance(error, UserError) else DataError(str(error))
-        except Exception as error:  # MemoryError, no page-locked memory, a defect of ours
-            logging.getLogger(TRACEBACKS).exception("reading of a batch")
-            return None, DataError(
-                f"a batch could not be read: {type(error).__name__}: {error}; the traceback is in this rank's log"
-            )
-        found = export.problem() if export else None
-        return batch, CheckpointError(found) if found else self.reporting.callbacks.problem
+        """The next batch, and what keeps this rank from going on."""
+        batch, problem = read_batch(batches, self.progress.step + 1, self.ranks)
+        if problem is None and export is not None and (found := export.problem()):
+            problem = ExportError(found)
+        return batch, problem or self.reporting.callbacks.problem
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.

@@ -77,6 +77,12 @@ def test_scores_of_a_hundred_thousand_and_keys_far_from_zero_are_numbers():
         assert all(x.isfinite().all() for x in found) and errors(found, true)[0] < 0.03
 
 
+@pytest.mark.parametrize("sharp", [1e7, 1e10])
+def test_scores_beyond_the_bits_of_fp32_have_gradients_that_are_numbers(sharp):
+    """Scores above about 4e7 gave NaN."""
+    assert all(x.isfinite().all() for x in with_gradients(blocks, *made(1, 4, 2, 300, 64, 64, sharp)))
+
+
 def test_scores_of_a_hundred_thousand_are_as_good_as_fp32_can_have_them():
     inputs = made(2, 4, 2, 300, 64, 64, 20_000.0, torch.float32)
     true, found = with_gradients(of_torch, *(x.double() for x in inputs)), with_gradients(blocks, *inputs)

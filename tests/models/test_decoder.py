@@ -182,7 +182,8 @@ def test_open_keys_of_a_shape_are_derived():
     [
         (Model(dim=100, heads=6), r"model.dim=100 is not divisible by model.heads=6; nearest legal model.dim: 96 or 102"),
         (Model(dim=2, heads=6), r"nearest legal model.dim: 6, or set model.head_dim"),
-        (Model(dim=12, heads=4), r"model.head_dim=3 must be even.*nearest: 2, 4"),
+        (Model(dim=12, heads=4), r"model.head_dim=3 must be even.*nearest: 2 or 4"),
+        (Model(dim=8, heads=4, head_dim=1), r"model.head_dim=1 must be even.*nearest: 2$"),
         (Model(dim=64, heads=6, head_dim=8, kv_heads=4), r"model.heads=6 .* model.kv_heads=4; legal: \[1, 2, 3, 6\]"),
         (Model(max_sequence_length=100), r"model.max_sequence_length=100 is below data.sequence_length=128"),
     ],

@@ -8,6 +8,7 @@ import typing
 import pytest
 import torch
 from parity import ALL, FAMILIES, cases, on_disk, pair, tokens, translate
+from running import on_meta
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,7 +22,6 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import families, family_of, family_of_hf
 from pretrain.models.families.declare.weights import resolve
 from pretrain.models.shape import with_values
-from pretrain.observe.flops import flops_per_token
 
 every_case = pytest.mark.parametrize("family, name", ALL)
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +101,7 @@ def test_flops_are_those_that_torch_counts(family, name):
         ids = torch.zeros(3, 32, dtype=torch.long)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             network(ids).float().sum().backward()
-    assert flops_per_token(model, 32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert on_meta(model).flops_per_token(32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @every_case

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from hf_configs import CONFIGS, write_config
+from running import on_meta
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +19,6 @@ from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete, family_of
-from pretrain.observe.flops import flops_per_token
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.rules import decayed
 from pretrain.parallel.blocks import recompute_blocks
@@ -158,7 +158,7 @@ def test_flops_are_those_that_torch_counts(tmp_path, kind):
     counted = counter.get_total_flops()
     # Rotations of some are written as products of matrices, which is no part of the model's arithmetic; routed experts are not counted.
     tolerance = 0.05 if kind != "qwen2_moe" else 0.5
-    assert flops_per_token(model, 32) * 3 * 32 == pytest.approx(counted, rel=tolerance)
+    assert on_meta(model).flops_per_token(32) * 3 * 32 == pytest.approx(counted, rel=tolerance)
 
 
 def test_tables_are_not_decayed(tmp_path):

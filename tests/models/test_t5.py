@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from parity import tokens, translate
+from running import on_meta
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +29,6 @@ from pretrain.models.generate import Search
 from pretrain.models.generate import translate as decode
 from pretrain.models.positions import buckets_of
 from pretrain.models.shape import flat, with_values
-from pretrain.observe.flops import flops_per_token
 
 SMALL = Model(family="t5", dim=32, layers=2, heads=4, vocab_size=61)
 V11 = {"tie_embeddings": False, "mlp": MlpConfig(activation="gelu_tanh", gated=True)}
@@ -174,7 +174,7 @@ def test_flops_are_those_that_torch_counts(name):
         source, target = torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 32, dtype=torch.long)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             network(target, source).float().sum().backward()
-    assert flops_per_token(model, 24, 32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert on_meta(model).flops_per_token(24, 32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["version 1.0", "version 1.1", "few buckets"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from running import on_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,7 +12,7 @@ from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.models import build_network
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
-from pretrain.observe.flops import flops_per_token, matmul_parameters, peak_flops
+from pretrain.observe.flops import peak_flops
 
 
 @pytest.mark.parametrize("length", [16, 128])
@@ -33,24 +34,24 @@ def test_flops_are_those_that_torch_counts_in_forward_and_backward(model, length
         # The math backend multiplies whole matrices: no causal discount, as in our convention.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             decoder(tokens, tokens).sum().backward()
-    assert flops_per_token(model, length) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert on_meta(model).flops_per_token(length) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_flops_of_a_published_model_are_the_published_ones():
     # Llama 3 8B (arXiv 2407.21783, table 3): 8.03e9 parameters, of which 0.525e9 are the embedding.
     model = complete(Model(dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256), 8192)
-    assert matmul_parameters(model) == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
-    assert matmul_parameters(model) == 7_504_658_432
-    assert flops_per_token(model, 8192) == 6 * 7_504_658_432 + 12 * 32 * 4096 * 8192
+    assert on_meta(model).matmul_parameters() == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert on_meta(model).matmul_parameters() == 7_504_658_432
+    assert on_meta(model).flops_per_token(8192) == 6 * 7_504_658_432 + 12 * 32 * 4096 * 8192
 
 
 def test_a_tied_head_is_counted_once_and_the_look_up_never():
     tied, untied = (complete(Model(vocab_size=1000, tie_embeddings=tie), 64) for tie in (True, False))
-    assert flops_per_token(tied, 64) == flops_per_token(untied, 64)
+    assert on_meta(tied).flops_per_token(64) == on_meta(untied).flops_per_token(64)
     with torch.device("meta"):
         parameters = dict(Decoder(untied).named_parameters())
     matrices = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and name != "embedding.weight")
-    assert matmul_parameters(untied) == matrices
+    assert on_meta(untied).matmul_parameters() == matrices
 
 
 @pytest.mark.parametrize(
@@ -108,4 +109,4 @@ def test_flops_of_an_encoder_decoder_are_those_that_torch_counts(tied):
         inputs |= {name: torch.zeros(3, target, dtype=torch.long) for name in ("tokens_BT", "targets_BT")}
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             network(**inputs).sum().backward()
-    assert flops_per_token(model, source, target) * 3 * target == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert on_meta(model).flops_per_token(source, target) * 3 * target == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -32,7 +32,8 @@ def test_a_moment_on_a_cpu_belongs_to_the_innermost_operator():
         span("aten::linear", 2000, 6000), span("aten::addmm", 3000, 5000), span("aten::copy_", 5000, 5500),
         span("_RMSNorm", 6000, 8000, Sequence_number=4), span("aten::mul", 6500, 7500, Sequence_number=4),
         span("aten::add", 8000, 9000, Sequence_number=5),
-        span(f"{node}MulBackward0", 9000, 10_000, Sequence_number=4), span("aten::mul", 9200, 9800),  # of the norm
+        span(f"{node}MulBackward0", 9000, 10_000, Sequence_number=4), span("MulBackward0", 9100, 9900, Sequence_number=4),  # of the norm
+        span("aten::mul", 9200, 9800),
         span(f"{node}AddBackward0", 10_000, 11_000, Sequence_number=5), span("aten::sum", 10_500, 11_000),
         span("Optimizer.step#AdamW.step", 12_000, 14_000, "user_annotation"), span("aten::mm", 12_500, 13_000),
         span("gloo:all_reduce", 13_000, 17_000, tid=1), span("c10d::allreduce_", 14_000, 14_500),
@@ -47,6 +48,7 @@ def test_a_moment_on_a_cpu_belongs_to_the_innermost_operator():
     }  # fmt: skip
     assert usage.collectives == pytest.approx(0.0146)  # most of them behind other work
     assert usage.operators["aten::addmm", "matrix products"] == (pytest.approx(0.002), 1)
+    assert usage.operators["MulBackward0", "norms"] == (pytest.approx(0.0004), 1)
     text = page(7, "a.json.gz", usage)
     assert "| norms | 3.00 | 12.5% |" in text and "| `aten::mm` | optimizer | 1 | 0.50 | 2.1% |" in text
     assert [line.split(" | ")[0] for line in text.splitlines()[8:19]] == [f"| {group}" for group in GROUPS]

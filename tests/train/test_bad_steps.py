@@ -77,6 +77,9 @@ def test_a_skipped_step_changes_no_weight_and_no_moment_and_its_samples_are_cons
     assert [r.get("skipped") for r in records] == [None, None, 1, 2, 2, 2]
     assert [r["loss"] is None for r in records] == [False, False, True, True, False, False]
     assert "NaN" not in (run / METRICS_FILE).read_text()
+    useful = [r["goodput"] * r["device_hours"] * 3600 for r in records]
+    for one, other, record in zip(useful, useful[1:], records[1:]):  # the time in skipped steps trained nothing
+        assert other - one == pytest.approx(0 if record["loss"] is None else ranks * record["step_seconds"], abs=1e-6)
     states = [(run / "checkpoints" / f"step-0000000{step}" / "state.json").read_text() for step in (3, 6)]
     assert json.loads(states[0])["record"]["loss"] is None and "NaN" not in states[0]  # F13: NaN is no JSON
     assert "skipped 2" in results[0][1] and "loss nan" in results[0][1]

@@ -154,6 +154,28 @@ def test_throughput_and_time_left_count_validation_and_the_step_alone_is_apart(p
     assert int(minutes[1]) >= 1  # two steps of more than half a second
 
 
+def with_a_slow_reader(config_file: str, *overrides: str) -> tuple[int, str]:
+    import os
+
+    from pretrain.data.training_data import Loader
+
+    read = Loader.read
+
+    def slow(self, consumed):
+        time.sleep(0.3 * (os.environ["RANK"] == "1"))
+        return read(self, consumed)
+
+    return run_main_with(Loader, "read", slow, config_file, *overrides)
+
+
+def test_a_reader_that_is_slow_on_another_rank_is_waited_for(pool, config_file):
+    """The main rank's own batch was there at once, and its wait for the others was in no number."""
+    short = ("run.steps=4", "schedule.warmup_steps=1", "data.workers=1", DDP)
+    assert [code for code, _ in pool.launch(2, with_a_slow_reader, str(config_file), *short)] == [0, 0]
+    for record in read_metrics(config_file.parent / "runs" / "run"):
+        assert 0.15 < record["data_wait"] * record["seconds"] < record["seconds"]
+
+
 def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
     """T-D11: seconds, tokens per second and time left, by a clock that is set by hand."""
     from pretrain.observe import metrics
@@ -365,7 +387,7 @@ def failing_export(config_file: str, *overrides: str) -> str:
 
 def test_a_problem_of_the_export_is_none_of_the_data(pool, config_file):
     """T-D14: it was labelled DataError."""
-    assert pool.launch(1, failing_export, str(config_file)) == ["CheckpointError: export check: no"]
+    assert pool.launch(1, failing_export, str(config_file)) == ["ExportError: export check: no"]
 
 
 # ---- the loss of each source --------------------------------------------------------------------------------------------
@@ -500,7 +522,10 @@ def test_the_model_continues_prompts_as_generation_does(pool, config_file, byte_
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(pool, config_file, prepared):
     prompts = "validation={prompts: [" + "a" * 30 + "], prompt_tokens: 3}"
     [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
-    assert code == 2 and "validation.prompts.0 has 30 tokens" in printed and "Traceback" not in printed
+    assert code == 2 and "validation.prompts.0 has 30 tokens, and" in printed and "Traceback" not in printed
+    prompts = prompts.replace("a" * 30, "a").replace("3}", "32}")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
+    assert code == 2 and "validation.prompts.0 has 1 token, and" in printed
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named_by_check_and_by_generation(config_file, t5_tokenizer, tmp_path, capsys):

@@ -16,7 +16,9 @@ from running import run_main
 
 from pretrain.distributed import cores
 from pretrain.distributed.cores import cores_near, share_of_cores, usable_cores
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError
+from pretrain.train import session
 
 
 def collected(config_file: str, *overrides: str) -> tuple[list[int], bool, int]:
@@ -105,8 +107,11 @@ def test_the_threads_of_a_process_are_said_and_set(pool, config_file):
     [(threads, printed)] = pool.launch(
         1, threads_of, str(config_file), "run.threads=3", "run.steps=1", "schedule.warmup_steps=0"
     )
-    assert threads == 3 and "threads  3 in each of 1 process on" in printed
-    assert ("cores, more than there are cores; run.threads=" in printed) == (usable_cores() < 3)
+    assert threads == 3 and "threads  3 in 1 process on" in printed
+    assert ("more than there are cores; run.threads=" in printed) == (usable_cores() < 3)
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    with patch.object(session, "usable_cores", lambda: 2), patch.object(torch, "get_num_threads", lambda: 1):
+        assert session._describe_threads(alone, "none") == ["threads  1 in 1 process on 2 cores, 1 idle; run.threads=2 uses more"]
     assert torch.get_num_threads() != 3
 
 

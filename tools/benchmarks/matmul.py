@@ -10,15 +10,14 @@ from pathlib import Path
 
 import torch
 from benchmarks.measure import Options, Row, in_turns, rate_row, require_device
+from benchmarks.models import resolved_model
 from benchmarks.products import FORMATS
 from torch import nn
 
-from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.observe.flops import peak_flops
 from pretrain.train.number_format import drawn, training_product
 from pretrain.train.plan import network_without_values
-from pretrain.train.resolve import resolve
 
 SQUARES = {"cpu": (512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -48,7 +47,7 @@ def matmul(
 ) -> list[Row]:
     """TFLOP/s of each square (one product) and of each shape of the layers (the product forward and the two backward)."""
     require_device(device)
-    config = resolve(load_config(model, [])[0]) if model else None
+    config = resolved_model(model) if model else None
     layers = layer_products(config, options.scaled(tokens, 8), options.scale) if config else []
     rows = []
     for name in formats:
@@ -58,7 +57,7 @@ def matmul(
                 work[f"square of {size}"] = _square(size, FORMATS[name]), 2 * size**3
         with torch.device(device):
             for one in layers:
-                label = f"{one.name}: {one.tokens} x {one.inputs} -> {one.outputs}, {one.count} times"
+                label = f"{one.name}: {one.tokens} x {one.inputs} -> {one.outputs}, {one.count} time{'s' if one.count > 1 else ''}"
                 work[label] = training_product(one.tokens, one.inputs, one.outputs, FORMATS[name]), 3 * one.flops
         rows += _measured(name, work, torch.device(device), options)
     return rows

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.measure import Options, Row, Turns, in_turns, require, require_device
+from benchmarks.models import resolved_model
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import files
@@ -22,14 +23,13 @@ from pretrain.optim.optimizer import OptimizerSet
 from pretrain.parallel.initialise import initialise
 from pretrain.storage import flush
 from pretrain.train.plan import network_without_values
-from pretrain.train.resolve import resolve
 
 
 def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Tensor]:
     """Weights and AdamW's state of a model configuration, on this device. A scale below 1 takes layers and vocabulary away."""
-    whole = resolve(load_config(model, [])[0]).model
+    whole = resolved_model(model).model
     smaller = [f"model.layers={options.scaled(whole.layers)}", f"model.vocab_size={options.scaled(whole.vocab_size, 64)}"]
-    config = resolve(load_config(model, smaller if options.scale < 1 else [])[0])
+    config = resolved_model(model, smaller if options.scale < 1 else [])
     network = network_without_values(config).to_empty(device=device)
     initialise(network, 0)
     return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import re
 import resource
 import time
@@ -15,6 +17,8 @@ from benchmarks.measure import Options, Row, require
 
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
+from pretrain.config.written import flatten
+from pretrain.data.stream import StepBatch
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.cores import kept_on_cores
 from pretrain.distributed.launcher import ranks_of_host
@@ -32,9 +36,16 @@ WARM_UP = 5
 """Steps that are not measured: they allocate, compile, record a CUDA graph (`parallel/cuda_graph.py`), and on a GPU fill the queue."""
 
 
+_OF_A_RUN = (
+    "run.tokens", "run.init_from", "data.stages", "data.validation", "data.text", "batch.ramp", "batch.lengths", "schedule", "validation",
+    "checkpoint", "log",
+)  # fmt: skip
+"""Keys of a file that are about its data, its length or what it keeps. They get their defaults, unless the command line has them."""
+
+
 @dataclass(frozen=True)
 class Speed:
-    """What to measure. `config`: a file with a section `model`; `overrides`: further keys, as `pretrain/run.py` takes them."""
+    """What to measure. `config`: the file of a model or of a run; `overrides`: further keys, as `pretrain/run.py` takes them."""
 
     config: Path | None
     length: int
@@ -54,7 +65,10 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     if decided := [word for word in asked.overrides if re.match(r"(batch|run\.steps|run=.*\bsteps)\b", word)]:
         raise ConfigError(f"{' '.join(decided)}: --micro, --accumulation and --steps decide it; remove it")
     folder = options.work / f"rank-{local_rank}"
-    parallel = take_rest(load_config(asked.config, list(asked.overrides))[0], world_size).parallel
+    given = load_config(asked.config, list(asked.overrides))[0]
+    if given.data.pairs is not None:
+        raise ConfigError(f"data.pairs={given.data.pairs}: speed measures steps of --length tokens, not of pairs; give a model without pairs")
+    parallel = take_rest(given, world_size).parallel
     data_ranks = max(1, world_size // (parallel.tensor * parallel.context * parallel.pipeline))
     sequences = asked.micro * asked.accumulation * data_ranks
     samples = (WARM_UP + asked.steps + 1) * sequences
@@ -95,7 +109,10 @@ def _measure(asked: Speed, name: str, config: Config, device: torch.device, fold
 
 
 def _own_keys(asked: Speed, folder: Path, sequences: int) -> list[str]:
+    defaults = flatten(dataclasses.asdict(Config()), complete=True)
+    left_out = tuple(f"{key}." for key in _OF_A_RUN)
     return [
+        *(f"{key}={json.dumps(value)}" for key, value in defaults.items() if f"{key}.".startswith(left_out)),
         f"run={{dir: {folder}, name: run, steps: {WARM_UP + asked.steps + 1}, resume: never}}",
         f"data={{sequence_length: {asked.length}, sources: [{{path: {folder}/tokens}}]}}",
         f"batch={{sequences: {sequences}, micro_sequences: {asked.micro}}}",
@@ -118,9 +135,7 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, i
             start = time.monotonic()
         begin = time.monotonic()
         batch = next(batches)
-        tokens = int(
-            trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0))
-        )
+        tokens = _target_tokens(trainer, batch)
         counted += tokens if number >= WARM_UP else 0
         before, ahead = ahead, trainer.step(batch, tokens)
         if before is not None:
@@ -134,12 +149,17 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, i
     return time.monotonic() - start, counted, first, record.loss
 
 
+def _target_tokens(trainer: Trainer, batch: StepBatch) -> int:
+    """Those of a step on all ranks together."""
+    return int(trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0)))
+
+
 def _profile(trainer: Trainer, folder: Path) -> None:
     batch, number = trainer.loader.read(trainer.progress.samples), trainer.progress.step + 1
     ranks, weights = trainer.ranks, [parameter for part in trainer.strategy.parts() for parameter in part.parameters()]
-    optimizer = trainer.optimizer
+    optimizer, tokens = trainer.optimizer, _target_tokens(trainer, batch)
     with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, weights, optimizer.optimizers, list(optimizer.means.values()))):
-        trainer.step(batch, batch.target_tokens)
+        trainer.step(batch, tokens)
 
 
 def _wait(device: torch.device) -> None:

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host queues work for a device that computes beside it."""
+    return device.type == "cuda"
+
+
 class Figures:
     """Tensors on their way to the host. A GPU copies them when it has come so far; the host waits in `read` alone."""
 

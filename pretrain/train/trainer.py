@@ -39,16 +39,11 @@ from pretrain.train.reporting import Reporting
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
 from pretrain.train.stop import StopPoll, StopRequest
-from pretrain.train.taken_step import Figures, TakenStep
+from pretrain.train.taken_step import Figures, TakenStep, runs_ahead
 from pretrain.train.validation import Evaluation
 from pretrain.train.verdict import Verdict, Wishes, agree_on_step, read_batch
 
 log = logging.getLogger(__name__)
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Whether the host queues work for a device that computes beside it."""
-    return device.type == "cuda"
 
 
 class Trainer:

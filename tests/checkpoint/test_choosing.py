@@ -211,6 +211,15 @@ def test_hashing_may_take_longer_than_ranks_wait_for_each_other(pool, trained_ru
     assert "step-00000006: step 6" in results[0][1] and [r["step"] for r in read_metrics(run)] == list(range(1, 8))
 
 
+def test_a_rank_that_is_alone_with_its_groups_hashes_and_resumes(pool, config_file):
+    """A wrapped model needs a group also of one rank, which has nobody to tell how far its hashing is: an AttributeError."""
+    options = ("parallel.strategy=fsdp", "parallel.shard=1", "data.verify=full", "run.accept_changes=[run.steps]")
+    for steps in (2, 3):
+        [(code, printed)] = pool.launch(1, run_main, str(config_file), *options, f"run.steps={steps}", "schedule.warmup_steps=1")
+        assert code == 0, printed
+    assert "step-00000002: step 2" in printed
+
+
 def in_own_folder(folders: list[str], config_file: str, *overrides: str) -> tuple[int, str]:
     """A run whose ranks were started in folders of their own."""
     before = os.getcwd()

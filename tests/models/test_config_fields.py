@@ -48,7 +48,10 @@ def as_transformers_reads(config: dict) -> dict:
     from transformers import AutoConfig
 
     fields = {k: v for k, v in copy.deepcopy(config).items() if k not in ("architectures", "model_type", "auto_map")}
-    return read(AutoConfig.for_model(config["model_type"], **fields).to_dict() | {"architectures": config["architectures"]})
+    theirs = read(AutoConfig.for_model(config["model_type"], **fields).to_dict() | {"architectures": config["architectures"]})
+    if theirs["family"] == "t5" and theirs["logit_multiplier"] == 1:  # transformers 5 leaves it to the tensors whether such a head is tied
+        theirs["tie_embeddings"] = config.get("tie_word_embeddings") is not False
+    return theirs
 
 
 @every_file

@@ -356,9 +356,9 @@ def test_values_at_the_limit_are_taken(overrides):
         (["parallel.tensor=4", "model.ffn_dim=70"], "parallel.tensor=4: model.ffn_dim=70 does not divide by it; use 2, or change that key"),
         (["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.dim=96", "model.ffn_dim=96"], "parallel.tensor=4: model.kv_heads=6 is neither a multiple nor a divisor of it; use 3 or 6, or change that key"),
         (["parallel.tensor=4", "model.vocab_size=5"], "parallel.tensor=4: model.vocab_size=5 is too small, the last rank would have no row of the table; use 2, or change that key"),
-        (["parallel.tensor=2", "parallel.strategy=ddp"], "parallel.tensor=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.tensor=1"),
+        (["parallel.tensor=2", "parallel.strategy=ddp"], "parallel.tensor=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.tensor=1, its default"),
         (["parallel.tensor=2", "parallel.compile=blocks", "parallel.activation_memory_budget=0.5"], "parallel.activation_memory_budget=0.5 does not work with parallel.tensor=2: torch's compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"),
-        (["parallel.tensor=2", "parallel.strategy=single"], "parallel.tensor=2 has no effect with parallel.strategy=single; set parallel.strategy=fsdp, or set parallel.tensor=1"),
+        (["parallel.tensor=2", "parallel.strategy=single"], "parallel.tensor=2 has no effect with parallel.strategy=single; set parallel.strategy=fsdp, or set parallel.tensor=1, its default"),
     ],
 )  # fmt: skip
 def test_matrices_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):
@@ -410,12 +410,12 @@ def test_a_ring_is_not_compiled_and_needs_ranks(config_file):
         (["model.layers=1"], "parallel.pipeline=2: 2 stages need as many layers, but the model has 1; set parallel.pipeline=1, or more layers"),
         (["model.layers=4", "parallel.pipeline=6"], "parallel.pipeline=6: 6 stages need as many layers, but the model has 4; use at most parallel.pipeline=4, or more layers"),
         (["model.layers=5", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=3"], "parallel.pipeline=2, parallel.pipeline_chunks=3: 6 stages need as many layers, but the model has 5; use parallel.pipeline_schedule=1f1b or parallel.pipeline_chunks=2, or more layers"),
-        (["parallel.strategy=ddp"], "parallel.pipeline=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.pipeline=1"),
+        (["parallel.strategy=ddp"], "parallel.pipeline=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.pipeline=1, its default"),
         (["parallel.pipeline_chunks=2", "parallel.pipeline_schedule=gpipe"], None),
         (["model.layers=3", "parallel.pipeline_schedule=zero_bubble_v"], "parallel.pipeline=2, parallel.pipeline_schedule=zero_bubble_v: 4 stages need as many layers, but the model has 3; use parallel.pipeline_schedule=zero_bubble, or more layers"),
         (["parallel.compile=blocks", "parallel.pipeline_schedule=zero_bubble"], "parallel.pipeline_schedule=zero_bubble computes the gradients of weights apart, which parallel.compile=blocks joins with the others; set parallel.compile=none, or use 1f1b or interleaved"),
         (["parallel.grad_sync=every", "parallel.pipeline_schedule=zero_bubble"], "parallel.pipeline_schedule=zero_bubble has gradients of weights after the last micro-batch only, so parallel.grad_sync=every cannot be; use last or auto"),
-        (["parallel.pipeline_chunks=3"], "parallel.pipeline_chunks=3 has no effect with parallel.pipeline_schedule=1f1b; set parallel.pipeline_schedule=interleaved, or set parallel.pipeline_chunks=2"),
+        (["parallel.pipeline_chunks=3"], "parallel.pipeline_chunks=3 has no effect with parallel.pipeline_schedule=1f1b; set parallel.pipeline_schedule=interleaved, or set parallel.pipeline_chunks=2, its default"),
     ],
 )  # fmt: skip
 def test_layers_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):
@@ -460,7 +460,7 @@ WITH_EXPERTS = ("model.family=custom", "model.experts={count: 6, active: 2, ffn_
         ([], "parallel.expert=4: the model has no experts; set parallel.expert=1, or model.experts.count"),
         (WITH_EXPERTS, "parallel.expert=4: model.experts.count=6 does not divide by it; use 3 or 6, or change that key"),
         ([*WITH_EXPERTS, "parallel.expert=9"], "parallel.expert=9: model.experts.count=6 does not divide by it; use 6, or change that key"),
-        (["parallel.strategy=ddp"], "parallel.expert=4 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.expert=1"),
+        (["parallel.strategy=ddp"], "parallel.expert=4 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.expert=1, its default"),
     ],
 )  # fmt: skip
 def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):

@@ -162,7 +162,7 @@ def with_a_slow_reader(config_file: str, *overrides: str) -> tuple[int, str]:
     read = Loader.read
 
     def slow(self, consumed):
-        time.sleep(0.3 * (os.environ["RANK"] == "1"))
+        time.sleep(2.0 * (os.environ["RANK"] == "1"))  # far longer than a step that is made while the next batch is read
         return read(self, consumed)
 
     return run_main_with(Loader, "read", slow, config_file, *overrides)
@@ -170,10 +170,10 @@ def with_a_slow_reader(config_file: str, *overrides: str) -> tuple[int, str]:
 
 def test_a_reader_that_is_slow_on_another_rank_is_waited_for(pool, config_file):
     """The main rank's own batch was there at once, and its wait for the others was in no number."""
-    short = ("run.steps=4", "schedule.warmup_steps=1", "data.workers=1", DDP)
+    short = ("run.steps=3", "schedule.warmup_steps=1", "data.workers=1", DDP)
     assert [code for code, _ in pool.launch(2, with_a_slow_reader, str(config_file), *short)] == [0, 0]
     for record in read_metrics(config_file.parent / "runs" / "run"):
-        assert 0.15 < record["data_wait"] * record["seconds"] < record["seconds"]
+        assert 0.5 < record["data_wait"] * record["seconds"] < record["seconds"]
 
 
 def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):

@@ -197,4 +197,4 @@ def test_a_number_of_processes_that_is_none_is_taken_as_not_given(config_file, m
     monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
     options = ("run.steps=1", "schedule.warmup_steps=0", f"run.name=given-{given}", "run.affinity=cores")
     code, printed = run_main(str(config_file), *options)
-    assert code == 0 and " in each of 1 process on " in printed
+    assert code == 0 and " in 1 process on " in printed

@@ -132,7 +132,8 @@ class Ranks:
 
         It gives a function to be called after each piece, with the piece's size. By it, those that are done hear that the others go on.
         """
-        if self.monitor is None:  # nobody waits, also where one rank has groups, for a model that is wrapped
+        # One rank may have groups, for a model that is wrapped, and nobody who waits.
+        if self.control is None or self.monitor is None:
             yield lambda size: None
             return
         every, began = self.monitor.timeout_seconds / 2, time.monotonic()

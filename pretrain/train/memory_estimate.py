@@ -66,9 +66,8 @@ class MemoryEstimate:
 
     @property
     def most(self) -> int:
-        """When the most memory is in use, in a micro-step or between two of them."""
-        lasting = self.weights + self.moments + self.beside + self.buffers
-        return lasting + max(self.gradients + self.activations, self.all_gradients)
+        """When the most memory is in use."""
+        return self.weights + self.moments + self.beside + self.buffers + self.gradients + self.activations
 
 
 def estimate_memory(given: Config, world_size: int, device_memory: int | None = None) -> MemoryEstimate:
@@ -92,6 +91,8 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     parts, has_sums = layout.state_parts, layout.micro_steps > 1 or layout.strategy == "fsdp" or _are_views(config, layout)
     weights, moments, gradients = (-(-size // parts) for size in (weights, moments, gradients))
     now = gradients if has_sums else new
+    if now + activations < gradients:  # the most is in use when a micro-step is over
+        now, activations = gradients, 0
     return MemoryEstimate(layout, parameters, weights, moments, beside, buffers, now, gradients, activations)
 
 

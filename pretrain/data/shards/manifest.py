@@ -116,7 +116,7 @@ def tokenizer_keys(tokenizer: TokenizerIdentity) -> dict[str, Any]:
 
 
 def tokenizer_config_sha256(tokenizer: Path) -> str | None:
-    """The hash of the tokenizer_config.json in a tokenizer's directory; None if there is none."""
+    """The hash of tokenizer_config.json in a tokenizer's directory. None without such a file."""
     file = tokenizer / CONFIG_NAME
     return sha256_of(file) if file.is_file() else None
 

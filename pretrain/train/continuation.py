@@ -22,7 +22,6 @@ from pretrain.checkpoint.files import complete_checkpoints, directory_of, step_o
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import AgreedPlan, Saving, retire
-from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
@@ -114,7 +113,7 @@ class Continuation:
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
         # The file in the run directory is not used: somebody may be editing it for the next start.
-        attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
+        attachments = {"config.yaml": self.plan.written_config, **self.plan.data.attachments}
         state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
         saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
         with self._explained(progress.step):

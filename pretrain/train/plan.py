@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
-from pretrain.config.written import flatten
+from pretrain.config.written import flatten, to_yaml
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
@@ -65,6 +66,11 @@ class Plan:
     data: TrainingData
     tokens: dict[str, int]
     """The keys that were given in tokens, and are counted in steps now."""
+
+    @functools.cached_property
+    def written_config(self) -> str:
+        """`config` as YAML. Every save needs it while training waits, and making it takes tens of milliseconds."""
+        return to_yaml(self.config)
 
     def flops_per_token(self, consumed: int) -> int:
         """FLOPs of a forward and backward pass per token, in the step after `consumed` samples. For encoder-decoders: per target token, the

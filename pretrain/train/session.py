@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pretrain.config.schema import Config
-from pretrain.config.written import to_yaml
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
@@ -278,7 +277,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
         "config": dataclasses.asdict(plan.config),
     }
     directory.devices = ranks.world_size
-    directory.record_start(plan.identity(0), to_yaml(plan.config), start)
+    directory.record_start(plan.identity(0), plan.written_config, start)
     directory.write_status("running", trainer.progress.step)
 
 

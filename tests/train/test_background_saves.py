@@ -28,7 +28,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.run import main
-from pretrain.train import validation
+from pretrain.train import plan, validation
 from pretrain.train.callbacks import Callback
 from pretrain.train.trainer import Trainer
 
@@ -75,20 +75,23 @@ def test_a_save_beside_training_waits_for_nothing_that_training_has_queued(tmp_p
     assert files.complete_checkpoints(tmp_path)
 
 
-def counted(config_file: str, *overrides: str) -> tuple[int, int]:
-    """A run's exit code, and how often its ranks agreed on who writes what."""
-    calls, real = [], dcp.DefaultSavePlanner.create_global_plan
-    dcp.DefaultSavePlanner.create_global_plan = lambda self, plans: calls.append(1) or real(self, plans)
-    try:
-        return run_main(config_file, *overrides)[0], len(calls)
-    finally:
-        dcp.DefaultSavePlanner.create_global_plan = real
+def counted(config_file: str, *overrides: str) -> tuple[int, int, int]:
+    """A run's exit code, how often its ranks agreed on who writes what, and how often its configuration was made YAML."""
+    agreed, written = dcp.DefaultSavePlanner.create_global_plan, plan.to_yaml
+    agreements, texts = [], []
+    with (
+        patch.object(dcp.DefaultSavePlanner, "create_global_plan", lambda self, plans: agreements.append(1) or agreed(self, plans)),
+        patch.object(plan, "to_yaml", lambda config: texts.append(1) or written(config)),
+    ):
+        return run_main(config_file, *overrides)[0], len(agreements), len(texts)
 
 
-def test_ranks_agree_once_on_who_writes_what(pool, config_file):
-    """At each save the main rank planned for all ranks while they waited: a minute or more for 1,024."""
+def test_what_is_the_same_at_each_save_is_made_once(pool, config_file):
+    """At each save the main rank planned for all ranks while they waited: a minute or more for 1,024. And each rank made YAML of the
+    configuration, in more time than all the rest took.
+    """
     ranks = pool.launch(2, counted, str(config_file), "run.name=counted", *SHORT, "parallel.strategy=fsdp")
-    assert ranks == [(0, 1), (0, 0)]
+    assert ranks == [(0, 1, 1), (0, 0, 1)]
     folder = run_directory(config_file, "run.name=counted") / "checkpoints"
     assert [path.name for path in files.complete_checkpoints(folder)] == [files.directory_of(step) for step in (3, 6, 9)]
 

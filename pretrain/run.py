@@ -63,8 +63,12 @@ def _unrecognized(unknown: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sinks: Sequence[Sink] = ()) -> int:
-    """Run, and return the exit code: 0 finished, preempted or stopped, 1 failed, 2 a configuration or launch that cannot work,
-    130 interrupted by SIGINT where there is nothing to save.
+    """Run, and return the exit code.
+
+        0    finished, preempted or stopped
+        1    failed
+        2    a configuration or launch that cannot work
+        130  interrupted by SIGINT where there is nothing to save
 
     `callbacks` and `sinks`: code of your own in the run (docs/extending.md).
     """

@@ -275,8 +275,8 @@ def _make_whole(item: TensorStorageMetadata) -> bool:
     """Whether the pieces of a tensor cover each element exactly once.
 
     Corners decide it, in a time that grows with the number of pieces and not with its square. Each box has a sign at each of its corners,
-    which changes from one corner to the next along an edge. The signs of boxes add up to those of the whole exactly if the boxes cover each
-    element once (the signs are the mixed derivative of how often an element is covered).
+    which changes from one corner to the next along an edge. The signs of boxes add up to those of the whole if and only if the boxes
+    cover each element once: they are the mixed derivative of how often an element is covered.
     """
     whole, boxes = tuple(item.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
     if not boxes or any(len(begin) != len(whole) or len(size) != len(whole) for begin, size in boxes):

@@ -1,4 +1,4 @@
-"""The sections of data: what is read, how it becomes samples, their order, and what the model learns from one."""
+"""The sections of data: the sources, how their tokens become samples, the order of samples, and what the model learns from one."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     context      other positions of the same samples
     tensor       other columns of the same matrices, the same samples
 
-The ranks of `shard` x `context` share weights, and give the axis `expert` its ranks. It has other experts of the same layers, and neither
-more ranks nor other samples: it is another view of the same grid, with the axes replicate, expert_shard, expert and tensor.
+The axis `expert` holds other experts of the same layers. It has neither ranks nor samples of its own: its ranks are those of `shard` x
+`context`, which share weights. So it is another view of the same grid, with the axes replicate, expert_shard, expert and tensor.
 
 Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. Only this file makes device meshes
 and counts ranks: no other code divides by the world size.

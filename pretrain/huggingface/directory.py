@@ -213,7 +213,7 @@ class HfDirectory:
             )
 
     def _rename(self) -> None:
-        """Older files, and those of the base model, leave a word out before all names of the trunk; some hold what is not computed."""
+        """Older files, and those of base models, lack the prefix of the trunk's names; some hold tensors that the network does not have."""
         family = self.plan.family
         known = self.plan.theirs.keys()
         if family.prefix and not any(name.startswith(family.prefix) for name in self.files):

@@ -174,9 +174,9 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:
     """What a tokenizer asks for before a text.
 
-    With a tokenizer.json this is the beginning of its post-processor's template, as in transformers, or else the bos_token, if
-    tokenizer_config.json beside it says add_bos_token: older files ask so, but transformers 5 then puts nothing there. With a SentencePiece
-    model, tokenizer_config.json decides: by that key, or by the class it names.
+    With a tokenizer.json this is the beginning of its post-processor's template, as in transformers. Without a template it is the bos_token,
+    if tokenizer_config.json beside it says add_bos_token. Older files ask in this way, but transformers 5 then puts nothing there. With a
+    SentencePiece model, tokenizer_config.json decides: by that key, or by the class it names.
     """
     config = _object(tokenizer.file.parent / CONFIG_NAME)
     if isinstance(tokenizer, HuggingFaceTokenizer):

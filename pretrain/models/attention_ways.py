@@ -53,10 +53,10 @@ def way_of(
 
 
 def repeats_groups(q_BHTG: Tensor, k_BKSG: Tensor, has_mask: bool) -> bool:
-    """Whether torch's kernels get keys and values once per head, because the one that is to compute knows no groups.
+    """Whether torch's kernels get keys and values once per head, because the kernel that is to compute knows no groups.
 
-    On CUDA that is the memory-efficient one. Where others cannot compute (fp32; a mask, but for cuDNN's), torch would fall back to plain matrix
-    products and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
+    On CUDA that is the memory-efficient kernel. It is the only one for fp32, and for masks where cuDNN's is not used. Given groups, torch would fall
+    back to plain matrix products there and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
     """
     grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
     return grouped and q_BHTG.is_cuda and (has_mask or q_BHTG.dtype == torch.float32 or _asked == "efficient")

@@ -17,9 +17,9 @@ MOST_VERSIONS = 64
 
 
 def new_name(result: Tensor) -> Tensor:
-    """What the forward of an autograd Function has computed, for it to return. Where a compiler traces it, it gets a tensor of its own over the same memory.
+    """The result of an autograd Function's forward, for it to return. Under a compiler it is a new tensor over the same memory.
 
-    From a Function that changes its result in place, or casts it to the format that it has, code compiled by torch 2.11 loses the gradient, and says nothing
+    A Function may change its result in place, or cast it to the format that it has. Then code compiled by torch 2.11 silently loses the gradient
     (pytorch issue 180642).
     """
     return result.view_as(result) if torch.compiler.is_compiling() else result

@@ -31,8 +31,10 @@ def uncached_reason(model: nn.Module) -> str | None:
 
 
 def batchable(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
-    """The indices of sequences that may be padded to one length together, by group: all, or those of equal length, the shortest first, where
-    a position may compute something else in a longer whole.
+    """The indices of sequences, in groups that may be padded to one length.
+
+    That is one group of all. Where a position may compute something else in a longer sequence, a group has sequences of equal length, and the
+    shortest come first.
     """
     if uncached_reason(model) is None:
         return [list(range(len(lengths)))]

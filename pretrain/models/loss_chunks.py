@@ -98,8 +98,10 @@ class ChunkLogits:
         self._logits = None if self.dtype == weight_VD.dtype else torch.empty_like(self._probabilities)
 
     def compute(self, x: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Losses and cross-entropies [n] of tokens with these activations [n, D], zero where ignored; and the gradient [n, V] of the sum of losses
-        with respect to scaled logits before the cap, in the format of the activations. It takes the place of the products.
+        """Losses [n] and cross-entropies [n] of tokens with these activations [n, D], zero where ignored; and a gradient [n, V].
+
+        The gradient is that of the sum of losses with respect to the scaled logits before the cap, in the format of the activations. It takes
+        the place of the products.
         """
         raw = self._raw[: len(x)]
         torch.mm(x, self.weight_VD.t(), out=raw)

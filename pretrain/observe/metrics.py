@@ -231,8 +231,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl as written. A line in which a number of `StepRecord` is something else is skipped, as a torn one is, and
-    so is a line that lacks a number which every record has.
+    """The lines of metrics.jsonl as written. Three kinds of lines are skipped: torn ones, those in
+    which a number of `StepRecord` is something else, and those that lack a number which every record has.
     """
     fields = dataclasses.fields(StepRecord)
     kinds = {field.name: field.type.removesuffix(" | None") for field in fields}

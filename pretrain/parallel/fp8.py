@@ -5,8 +5,8 @@
     gradient of W         g' x             tensorwise, mxfp8: likewise; rowwise: in bf16, because its rows run over all tokens
 
 `tensorwise` has a scale per tensor, and `rowwise` one per row and column of a product, so that one outlier costs only its own row precision. `mxfp8` has
-one per 32 numbers along the sum of the product (OCP Microscaling Formats, version 1.0), found as in arXiv 2506.08027: the smallest with which none of
-them is above 448. A CPU has no such product, but the numbers are exact in bf16, in which it multiplies them.
+one per 32 numbers along the sum of the product (OCP Microscaling Formats, version 1.0). It is found as in arXiv 2506.08027: the smallest scale that leaves
+none of them above 448. A CPU has no such product, but the numbers are exact in bf16, in which it multiplies them.
 
 Scales are powers of two: a value is rounded alike whatever stands beside it, unless the largest of them all moves by a factor of two. So layouts with
 other micro-batches compute nearly the same. Weights are stored in `precision.master`, as without fp8. They are rounded to bf16 on the way, because

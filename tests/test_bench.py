@@ -42,11 +42,15 @@ from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
-from running import on_meta, tool
+from running import on_meta, some_slow, tool
+from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
 from pretrain.data.shards.reader import PreparedData
+from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError, DataError
+from pretrain.models.families import complete
 from pretrain.train.plan import make_plan
 from pretrain.train.resolve import resolve
 from pretrain.train.trainer import Trainer
@@ -142,6 +146,54 @@ def test_every_step_of_speed_has_the_tokens_of_all_ranks_also_the_one_that_is_pr
     assert pool.launch(2, target_tokens, str(tmp_path)) == [[64] * (speed.WARM_UP + 2)] * 2
 
 
+def test_keys_may_stand_between_options(capsys):
+    parse = tool("bench").parse
+    assert parse(["speed", "model.dim=8", "--micro", "2", "run.device=cpu"]).overrides == ["model.dim=8", "run.device=cpu"]
+    for words in (["speed", "--micro", "2", "--nosuch=3"], ["matmul", "run.device=cpu"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+
+
+def work_of_a_step(folder: str, layout: str, one_rank_of: int | None = None, rank: int = 0) -> tuple[int, int, list[int]]:
+    """FLOPs of this rank's last step, as torch counts them, its numbers of weights, and the target tokens of each step."""
+    taken, flops, weights, tokens = Trainer.step, [], [], []
+
+    def step(self, batch, target_tokens, *others):
+        with FlopCounterMode(display=False) as counted:
+            result = taken(self, batch, target_tokens, *others)
+        flops.append(counted.get_total_flops())
+        weights.append(sum(local(p).numel() for part in self.strategy.parts() for p in part.parameters()))
+        tokens.append(target_tokens)
+        return result
+
+    keys = ("model={dim: 32, layers: 2, heads: 4, ffn_dim: 48, vocab_size: 257}", "run.device=cpu", "parallel.strategy=fsdp", *layout.split())
+    asked = speed.Speed(None, 16, 2, 2, 1, keys, one_rank_of=one_rank_of, rank=rank)
+    with patch.object(Trainer, "step", step), patch.object(speed, "WARM_UP", 0):
+        [row] = speed.measure_speed(asked, "name", Options(Path(folder) / f"{rank}-of-{one_rank_of}", say=lambda line: None))
+    assert row.value > 0 and ("alone: its exchanges moved nothing" in row.note) == (one_rank_of is not None)
+    return flops[-1], weights[-1], tokens
+
+
+OTHERS = {"parallel.context=2", "parallel.replicate=2", "parallel.tensor=2"}
+
+
+@pytest.mark.parametrize("layout", some_slow(["parallel.tensor=2 parallel.pipeline=2", *sorted(OTHERS)], OTHERS))
+def test_a_rank_alone_computes_what_it_does_among_the_others(pool, tmp_path, layout):
+    together = pool.launch(4, work_of_a_step, str(tmp_path), layout)
+    assert together[0][0] > 0
+    for rank in (0, 3):
+        assert pool.launch(1, work_of_a_step, str(tmp_path), layout, 4, rank) == [together[rank]], rank
+
+
+def test_a_rank_alone_of_a_thousand_reads_little_data(pool, tmp_path):
+    [(_, weights, tokens)] = pool.launch(1, work_of_a_step, str(tmp_path), "parallel.replicate=32", 1024, 1023)
+    whole = on_meta(complete(Model(dim=32, layers=2, heads=4, ffn_dim=48, vocab_size=257), 16))
+    assert tokens[0] == 1024 * 2 * 2 * 16 and weights < sum(p.numel() for p in whole.parameters()) / 8
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.bin"))
+    assert 0 < written < 4 * speed._ALONE_TOKENS
+
+
 @pytest.mark.slow
 def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
     file, start = (
@@ -197,6 +249,8 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     for words, problem in {
         ("checkpoint", "--work", f"{tmp_path}/none"): f"--work {tmp_path}/none: no such directory; make it first",
         ("checkpoint", "--work", f"{tmp_path}/found.jsonl"): f"--work {tmp_path}/found.jsonl: not a directory",
+        ("speed", "--one-rank-of", "4", "--rank", "4", "parallel.strategy=fsdp"): "--rank=4 is no rank of --one-rank-of=4; give one of 0 to 3",
+        ("speed", "--one-rank-of", "4", "parallel.strategy=ddp", "run.device=cpu"): "A rank of ddp computes what one process does: measure parallel.strategy=single",
         ("speed", "batch.sequences=4"): "batch.sequences=4: --micro, --accumulation and --steps decide it; remove it",
         ("speed", "run={device: cpu, steps: 3}"): "--micro, --accumulation and --steps decide it; remove it",
         ("matmul", "--model", "configs/quickstart.yaml"): "configs/quickstart.yaml: model.vocab_size is left to the data, which is not read here; set it",

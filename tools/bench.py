@@ -52,9 +52,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments. Keys of a configuration may stand before, between and after options, which argparse does not allow below a subject."""
+    arguments, unknown = parser().parse_known_args(argv)
+    keys = [word for word in unknown if hasattr(arguments, "overrides") and "=" in word and not word.startswith("-")]
+    if len(keys) < len(unknown):
+        parser().error(f"unrecognized arguments: {' '.join(word for word in unknown if word not in keys)}")
+    if keys:
+        arguments.overrides = [*arguments.overrides, *keys]
+    return arguments
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser().parse_args(argv)
+    arguments = parse(argv)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started, as after Ctrl-C
     try:
         return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
@@ -110,6 +121,13 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
     speed.add_argument(
         "--profile", type=Path, metavar="DIR", help="profile one more step (docs/metrics.md, log.profile) into DIR/profile"
     )
+    speed.add_argument(
+        "--one-rank-of",
+        type=count,
+        metavar="N",
+        help="let this process alone compute what a rank of N does: by its kernels and with its memory, but exchanges move nothing",
+    )
+    speed.add_argument("--rank", type=int, default=0, metavar="R", help="with --one-rank-of: which rank (default: 0)")
     speed.add_argument("--name", default="", help="what the row is called (default: the options)")
     add_files(speed)
     speed.set_defaults(measure=compare_speed)
@@ -126,10 +144,14 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
         arguments.steps,
         tuple(arguments.overrides),
         arguments.profile,
+        arguments.one_rank_of,
+        arguments.rank,
     )
     # What makes another measurement of it, and is not in the keys.
-    sizes = {"length": 4096, "micro": 1, "accumulation": 1}
-    others = [f"--{option} {value}" for option, least in sizes.items() if (value := getattr(arguments, option)) != least]
+    sizes = {"length": 4096, "micro": 1, "accumulation": 1, "one_rank_of": None, "rank": 0}
+    others = [
+        f"--{option.replace('_', '-')} {value}" for option, least in sizes.items() if (value := getattr(arguments, option)) != least
+    ]
     name = " ".join([arguments.config.stem if arguments.config else "the default model", *arguments.overrides, *others])
     measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options))
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     how.add_argument("--json", action="store_true", help="everything, as one JSON object")
     how.add_argument("--html", type=Path, metavar="FILE", help="write the batch as a page for a browser")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     check_usage(parser, arguments)
     arguments.lines = LINES if arguments.lines is None else arguments.lines
     arguments.width = WIDTH if arguments.width is None else arguments.width

@@ -43,6 +43,9 @@ speed 1b_fsdp 40 llama3.2-1b 4096 4 2 --steps 8 $bf16 $blocks "${fsdp[@]}"
 speed 1b_muon 50 llama3.2-1b 4096 4 2 $bf16 $blocks optim.name=muon
 speed 1b_model 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=model
 speed 8b_selective 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks $recomputed
+# One GPU as a rank of 64: a bound for such a run, and its memory beside what tools/estimate_memory.py says.
+speed 8b_of_64 70 llama3.1-8b 4096 1 2 --steps 3 --one-rank-of 64 $bf16 $blocks parallel.strategy=fsdp
+speed 8b_of_64_tensor 70 llama3.1-8b 4096 1 2 --steps 3 --one-rank-of 64 $bf16 $blocks parallel.strategy=fsdp parallel.tensor=2
 # A model whose kernels are short: where its milliseconds go, and what launching kernels together gains.
 speed small 50 llama-10m 256 64 1 --steps 100 "${profile[@]}" $bf16 $blocks
 [ $device = cpu ] || speed small_recorded 50 llama-10m 256 64 1 --steps 100 $bf16 $blocks parallel.cuda_graph=true

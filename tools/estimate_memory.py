@@ -1,6 +1,6 @@
 """Say how much memory each GPU of a run needs, activations included, and which micro-batches fit. It needs no GPU, no data and no weights.
 
-A micro-step of the whole model runs without values; see the head of pretrain/train/memory_estimate.py for what is left out.
+A step of the model runs without values, as it runs on one rank of the layout; see the head of pretrain/train/memory_estimate.py for what is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pretrain.errors import run_tool  # noqa: E402
 
 if TYPE_CHECKING:
     from pretrain.config.schema import Config
+    from pretrain.train.memory_estimate import MemoryEstimate
 
 GIGABYTE = 10**9
 SYSTEM = GIGABYTE
@@ -62,21 +63,34 @@ def in_words(config: Config, ranks: int, room: float | None) -> list[str]:
     from pretrain.train.memory_estimate import estimate_memory
 
     found = estimate_memory(config, ranks, room)
+    rank, layout = found.fullest, found.layout
     rows, length = config.batch.micro_sequences, config.data.sequence_length
-    sharded = f", a share of 1/{found.layout.state_parts}" if found.layout.state_parts > 1 else ""
+    sharded = f", a share of 1/{layout.state_parts}" if layout.state_parts > 1 else ""
+    communication = ", backward and communication need" if ranks > 1 else " and backward need"
     parts = [
-        ("weights", found.weights, ""),
-        ("moments of the optimizer", found.moments, ""),
-        ("gradients", found.gradients, "" if found.gradients == found.all_gradients else "those that exist when the most memory is in use"),
-        ("weights in the compute format", found.beside, "gathered by FSDP2" if found.layout.strategy == "fsdp" else ""),
-        ("buffers that gradients are sent from", found.buffers, ""),
-        ("activations", found.activations, "with what the loss and backward need for a moment"),
+        ("weights", rank.weights, ""),
+        ("moments of the optimizer", rank.moments, ""),
+        ("gradients", rank.gradients, "" if rank.gradients == rank.all_gradients else "those that exist when the most memory is in use"),
+        ("weights in the compute format", rank.beside, "gathered by FSDP2" if layout.strategy == "fsdp" else ""),
+        ("buffers that gradients are sent from", rank.buffers, ""),
+        ("activations", rank.activations, f"with what the loss{communication} for a moment"),
     ]
     return [
-        f"{found.parameters:,} parameters, {found.layout.name} on {ranks} GPU{'s' if ranks > 1 else ''}{sharded}; micro-steps of {rows} x {length} tokens",
+        f"{found.parameters:,} parameters, {layout.name} on {ranks} GPU{'s' if ranks > 1 else ''}{sharded}; micro-steps of {rows} x {length} tokens",
         *(f"{size / GIGABYTE:9.2f} GB  {name}{f' ({remark})' if remark else ''}" for name, size, remark in parts if size),
         f"{found.most / GIGABYTE:9.2f} GB  in all{_judged(found.most, room)}",
+        *_remarks(config, found),
     ]
+
+
+def _remarks(config: Config, found: MemoryEstimate) -> list[str]:
+    remarks = []
+    if len(found.stages) > 1:
+        sizes = ", ".join(f"{stage.most / GIGABYTE:.2f}" for stage in found.stages)
+        remarks.append(f"GB of the ranks of the pipeline, from the first: {sizes}; the parts are those of the fullest")
+    if config.model.experts.count:
+        remarks.append("every expert is taken to get as many tokens as the others; a rank whose experts get more needs more")
+    return remarks
 
 
 def _judged(size: int, room: float | None) -> str:
@@ -105,7 +119,12 @@ def print_table(config: Config, ranks: int, room: float | None, sizes: list[int]
 
 def with_micro_batch(config: Config, sequences: int, checkpointing: str, ranks: int) -> Config:
     """The configuration with other micro-batches, and at least as many sequences in a step, which the ranks can divide."""
-    at_once = sequences * ranks
+    from pretrain.distributed.launcher import ranks_of_a_sample
+    from pretrain.parallel.layout import take_rest
+
+    config = take_rest(config, ranks)
+    # A pipeline takes as many micro-batches as it has ranks, or a multiple of them.
+    at_once = sequences * max(1, ranks // ranks_of_a_sample(config)) * (config.parallel.pipeline or 1)
     step = -(-config.batch.sequences // at_once) * at_once
     batch = dataclasses.replace(config.batch, micro_sequences=sequences, sequences=step)
     parallel = dataclasses.replace(config.parallel, activation_checkpointing=checkpointing)

@@ -229,15 +229,10 @@ class Experts(nn.Module):
 
 
 def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped matrix product takes it: bf16 on CUDA, rows of whole 16 bytes, one at least."""
+    """Whether torch's grouped matrix product takes it: bf16 on CUDA, rows of whole 16 bytes, one at least. Without values, it is as on a new GPU."""
     aligned = all(size % 8 == 0 for size in weight.shape[1:])
-    return (
-        bool(len(x))
-        and x.is_cuda
-        and x.dtype == torch.bfloat16
-        and aligned
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    )
+    able = x.is_meta or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0))
+    return bool(len(x)) and x.dtype == torch.bfloat16 and aligned and able
 
 
 def _grouped(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pretrain.config.optim_schema import Optim
+from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding
@@ -89,10 +90,12 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
 
 
 def count_moments(model: nn.Module, config: Optim) -> int:
-    """Numbers that the optimizers keep beside the parameters that are trained."""
+    """Numbers that the optimizers keep beside the parameters that are trained; of sharded ones, beside this rank's part."""
     found, means = rules(model, config), config.ema_decay is not None
     return sum(
-        MOMENTS[found[name].optimizer](p.shape) + means * p.numel() for name, p in model.named_parameters() if name in found
+        MOMENTS[found[name].optimizer](p.shape) + means * p.numel()
+        for name, p in ((name, local(whole)) for name, whole in model.named_parameters())
+        if name in found
     )
 
 

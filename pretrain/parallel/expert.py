@@ -120,7 +120,7 @@ class OwnExperts:
         """Each row through its expert; `experts_R` says which, and is sorted."""
         group, own = self.ranks.group, self.ranks.own(len(self.up))
         sent_NE, got_NE = _exchanged_counts(experts_R, len(self.up), self.ranks.size, group)
-        sent, got = torch.stack((sent_NE, got_NE)).sum(-1).tolist()  # brought to the host: the sizes of what is exchanged
+        sent, got = _exchanged_rows(sent_NE, got_NE, len(x_RD))
         arrived_R = torch.arange(own.start, own.stop, device=x_RD.device).repeat(len(got_NE))
         arrived_R = arrived_R.repeat_interleave(got_NE.flatten(), output_size=sum(got))
         here_R, order_R = arrived_R.sort(stable=True)
@@ -136,6 +136,15 @@ def _exchanged_counts(experts_R: Tensor, count: int, ranks: int, group: dist.Pro
     got_NE = torch.empty_like(sent_NE)
     dist.all_to_all_single(got_NE, sent_NE, group=group)
     return sent_NE, got_NE
+
+
+def _exchanged_rows(sent_NE: Tensor, got_NE: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows this rank sends to each rank, and gets from it; brought to the host, as the sizes of what is exchanged."""
+    if sent_NE.is_meta:  # where shapes are all there is, loads are even
+        ends = [rows * (i + 1) // len(sent_NE) for i in range(len(sent_NE))]
+        even = [end - begin for begin, end in zip([0, *ends], ends)]
+        return even, even
+    return tuple(torch.stack((sent_NE, got_NE)).sum(-1).tolist())
 
 
 class _Exchange(torch.autograd.Function):

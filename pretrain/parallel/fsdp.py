@@ -54,7 +54,10 @@ class FullyShard:
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         self._shard(network)
-        network.to_empty(device="cpu" if self.config.parallel.offload else self.device)
+        if (
+            self.device.type != "meta"
+        ):  # where shapes are all there is, parameters stay: FSDP2 would not notice that they are others
+            network.to_empty(device="cpu" if self.config.parallel.offload else self.device)
         _bring_vectors(network, self.device)  # with offload, FSDP2 moves only the matrices to the device
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
         fill(network)
@@ -141,6 +144,14 @@ class FullyShard:
         for parameter in (p for module in _units(self.root) for group in groups_of(module) for p in group.fsdp_params):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+    def partial_gradients(self) -> Iterator[torch.Tensor]:
+        """What is kept of gradients for the last micro-step of a step: whole sums, or shards that replicas have still to add."""
+        for group in (group for module in _units(self.root) for group in groups_of(module)):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+            kept = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+            yield from (gradient for gradient in kept if gradient is not None)
 
     def _reduce(self) -> None:
         """Reduce what all micro-steps left. torch's pipelines do it so too."""

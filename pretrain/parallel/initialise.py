@@ -60,6 +60,8 @@ def initialise(model: nn.Module, seed: int, scales: Mapping[str, float] = Mappin
     """Fill every parameter of a materialised network, sharded or not. `scales`: factors of standard deviations, by name."""
     for name, parameter in model.named_parameters():
         part = local(parameter)
+        if part.is_meta:  # where shapes are all there is
+            continue
         initial, place = model.initial(name), place_of(parameter)
         if callable(initial):
             # Every rank draws all of it: only vectors and small matrices have rules that are not normal distributions.

@@ -33,6 +33,8 @@ class Kernel(NamedTuple):
     @classmethod
     def of(cls, q_BHQG: Tensor, v_BKSG: Tensor, scale: float, soft_cap: float) -> Kernel:
         device, width = q_BHQG.device.type, q_BHQG.shape[-1]
+        if device == "meta":  # where shapes are all there is, they are those of a GPU
+            device = "cuda"
         able = (
             not soft_cap and v_BKSG.shape[-1] == width and (device == "cpu" or (device == "cuda" and width % CUDA_ALIGNED == 0))
         )

@@ -86,8 +86,8 @@ class Strategy:
         if mesh.sizes["expert"] > 1:
             self.expert_axis = importlib.import_module("pretrain.parallel.expert").ExpertAxis(mesh)
 
-    def place(self, network: nn.Module) -> None:
-        """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
+    def place(self, network: nn.Module, backend: str = "inductor") -> None:
+        """Spread a network that is on the meta device over the ranks, and draw its initial weights. `backend`: see `prepare_blocks`."""
         set_master_format(network, DTYPES[self.config.precision.master])
         if self.config.precision.fp8 != "none":
             importlib.import_module("pretrain.parallel.fp8").set_fp8(network, self.config.precision, self.mesh.sizes["tensor"])
@@ -99,7 +99,7 @@ class Strategy:
             self.context_axis.split(network)
         if self.expert_axis is not None:
             self.expert_axis.split(network)
-        prepare_blocks(network, self.config)
+        prepare_blocks(network, self.config, backend)
         self.network = network
         scales = initial_scales(network, self.config.optim.base_width)
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))

@@ -1,0 +1,72 @@
+"""One process that stands for a rank of a run of many, without the others and without values.
+
+    ranks       all groups exist, and their collectives move nothing (torch's process group `fake`)
+    tensors     on the meta device: shapes and no values
+    FSDP2       takes the meta device for one that has streams, on which all is done at once
+
+So all the code of a layout runs as it does on that rank of a GPU, and makes tensors of the same sizes in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from pretrain.distributed.ranks import Ranks, forget_meshes
+
+
+class _Stream(torch.cpu.Stream):
+    """As a GPU's, it says when it is done: FSDP2 keeps what replicas exchange until then."""
+
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+class _MetaDevice:
+    """What torch asks of the module of a kind of devices; it has none for the meta device."""
+
+    Stream, Event, stream = _Stream, torch.cpu.Event, staticmethod(torch.cpu.stream)
+
+    @staticmethod
+    def current_stream() -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+
+@contextmanager
+def stand_in(rank: int, world_size: int) -> Iterator[Ranks]:
+    """Be a rank of so many on the meta device, and nobody else. Raises RuntimeError in a process that has process groups."""
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank of a run already, and cannot stand for another one")
+    # Imported here because it is private. The first one has the group, the second one collectives for the meta device.
+    import torch.distributed._tools.fake_collectives
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with (
+        patch.dict(dist.Backend.backend_capability, {"fake": ["cpu", "meta"]}),
+        patch.object(torch, "meta", _MetaDevice, create=True),
+        patch.object(torch.accelerator, "current_stream", _Stream),
+        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+    ):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield Ranks(rank, 0, world_size, torch.device("meta"))
+        finally:
+            dist.destroy_process_group()
+            forget_meshes()

@@ -1,7 +1,7 @@
-"""One process that stands for a rank of a run of many, without the others and without values.
+"""One process that stands for a rank of a run of many, without the others; and on the meta device, without values.
 
     ranks       all groups exist, and their collectives move nothing (torch's process group `fake`)
-    tensors     on the meta device: shapes and no values
+    tensors     on the meta device: shapes and no values; on another one, values that mean nothing (`bench.py speed --one-rank-of`)
     FSDP2       takes the meta device for one that has streams, on which all is done at once
 
 So all the code of a layout runs as it does on that rank of a GPU, and makes tensors of the same sizes in the same order.
@@ -10,7 +10,7 @@ So all the code of a layout runs as it does on that rank of a GPU, and makes ten
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -49,14 +49,29 @@ class _MetaDevice:
 
 
 @contextmanager
-def stand_in(rank: int, world_size: int) -> Iterator[Ranks]:
-    """Be a rank of so many on the meta device, and nobody else. Raises RuntimeError in a process that has process groups."""
+def stand_in(rank: int, world_size: int, device: torch.device | None = None) -> Iterator[Ranks]:
+    """Be a rank of so many, and nobody else. `device`: one on which tensors have values, which mean nothing; None: the meta device.
+
+    Raises RuntimeError in a process that has process groups.
+    """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a run already, and cannot stand for another one")
-    # Imported here because it is private. The first one has the group, the second one collectives for the meta device.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # imported here because it is private
+
+    with _on_meta() if device is None else nullcontext():
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield Ranks(rank, 0, world_size, device or torch.device("meta"))
+        finally:
+            dist.destroy_process_group()
+            forget_meshes()
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    # Imported here because they are private. The first one has collectives for the meta device.
     import torch.distributed._tools.fake_collectives
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with (
         patch.dict(dist.Backend.backend_capability, {"fake": ["cpu", "meta"]}),
@@ -64,9 +79,4 @@ def stand_in(rank: int, world_size: int) -> Iterator[Ranks]:
         patch.object(torch.accelerator, "current_stream", _Stream),
         patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
     ):
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        try:
-            yield Ranks(rank, 0, world_size, torch.device("meta"))
-        finally:
-            dist.destroy_process_group()
-            forget_meshes()
+        yield

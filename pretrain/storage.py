@@ -174,7 +174,7 @@ def staged_directory(output: Path) -> Iterator[Path]:
     the other gets the error. A process that is killed inside the block leaves `.NAME.*.partial`, which nothing reads. Raises
     DataError if `output` is a file or a non-empty directory, before any work and again at the rename.
     """
-    output = Path(os.path.abspath(output))
+    output = output.absolute()  # not os.path.abspath, which takes link/../output for output
     refuse_existing(output)
     stage = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
     try:

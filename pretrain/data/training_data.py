@@ -32,7 +32,8 @@ from pretrain.data.sources import (
 )
 from pretrain.data.stream import BatchSchedule, StepBatch, Stream, digest, rank_positions, read_ahead
 from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
-from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vocabulary, added_tokens_json
+from pretrain.data.tokenizers.export import ADDED_NAME, added_tokens_json
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError
 
 PREFETCH_STEPS = 32

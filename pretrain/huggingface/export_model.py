@@ -25,8 +25,8 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tasks import added_tokens
-from pretrain.data.tokenizers.export import export_tokenizer
-from pretrain.data.tokenizers.tokenizer import load_tokenizer, read_added_tokens
+from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.huggingface.open_model import GENERATION_FILE, named_ends

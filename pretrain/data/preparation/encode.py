@@ -227,13 +227,22 @@ class LongTexts:
         texts = (text for text in self._trial_texts() if place.pattern.search(text) and self._can_express(text))
         for batch in batches_of(texts):
             cuts = [random.choice(list(place.pattern.finditer(text))) for text in batch]
-            whole = self._tokenizer.encode_arrays(batch)
-            left = self._tokenizer.encode_arrays([text[: cut.start()] for text, cut in zip(batch, cuts)])
-            right = self._tokenizer.encode_arrays([text[cut.end() :] for text, cut in zip(batch, cuts)])
-            if any(not np.array_equal(ids, np.concatenate(parts)) for ids, *parts in zip(whole, left, right)):
+            whole = self._unless_refused(batch)
+            left = self._unless_refused([text[: cut.start()] for text, cut in zip(batch, cuts)])
+            right = self._unless_refused([text[cut.end() :] for text, cut in zip(batch, cuts)])
+            trials = [trial for trial in zip(whole, left, right) if not any(ids is None for ids in trial)]
+            if any(not np.array_equal(ids, np.concatenate(parts)) for ids, *parts in trials):
                 return False
-            tried = True
+            tried = tried or bool(trials)
         return tried
+
+    def _unless_refused(self, texts: list[str]) -> list[np.ndarray | None]:
+        """The ids of each text; None for one that the tokenizer refuses, such as a piece of the vocabulary that is a special token."""
+        try:
+            return list(self._tokenizer.encode_arrays(texts))
+        except DataError:
+            half = len(texts) // 2
+            return [*self._unless_refused(texts[:half]), *self._unless_refused(texts[half:])] if half else [None]
 
     def _can_express(self, text: str) -> bool:
         """Whether the vocabulary has every character of a text."""

@@ -151,9 +151,10 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
             continue
         # An existing name is taken literally. Otherwise nobody could give a file called "a[1].txt".
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        files = [os.path.normpath(match) for match in matches if _is_file(match)]
+        # Not os.path.normpath: it takes link/../a.txt for a.txt, which is another file if the link leads elsewhere.
+        files = [str(Path(match)) for match in matches if _is_file(match)]
         if os.path.isdir(pattern):
-            files = _files_below(os.path.normpath(pattern))
+            files = _files_below(str(Path(pattern)))
         elif (folders := sum(map(os.path.isdir, matches))) and "**" not in pattern:
             print(f"{pattern}: left out {folders} folders; name them, or descend by **", file=sys.stderr, flush=True)
         if not files:

@@ -42,8 +42,8 @@ class WorkDirectory:
     """The work directory of `output`, locked. `WorkDirectory.locked` gives one."""
 
     def __init__(self, output: Path, work: str | Path | None) -> None:
-        self.output, self._whole = output, Path(os.path.abspath(output))
-        self._parent = Path(os.path.abspath(work)) if work else self._whole.parent
+        self.output, self._whole = output, output.absolute()
+        self._parent = Path(work).absolute() if work else self._whole.parent
         # Outputs that share a folder for work mostly differ in their own folders: a/train and b/train.
         name = f"{self._whole.parent.name}.{self._whole.name}" if work else self._whole.name
         self.path = self._parent / f".{name}.preparing"

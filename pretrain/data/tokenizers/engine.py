@@ -280,7 +280,7 @@ def ranks_of(specification: dict) -> tuple[dict[bytes, int], np.ndarray]:
     model = specification["model"]
     if model["type"] != "BPE":
         raise DataError(f"its model is {model['type']}, not BPE")
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+    for option in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise DataError(f"its model has {option} {model[option]!r}")
     known = _token_bytes(model["vocab"])

@@ -33,6 +33,7 @@ from pretrain.data.tokenizers.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
+    read_bytes,
 )
 from pretrain.errors import DataError
 
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # piece types in sentencepiece_model.proto
 _BPE, _UNIGRAM = 2, 1  # model types in it
 UNIGRAM_NAME = "spiece.model"
+ADDED_NAME = "added_tokens.json"
+"""A file beside a tokenizer's own files, as in transformers: special tokens that training added, with their ids."""
 _TOKENIZER_FILES = (JSON_NAME, MODEL_NAME, UNIGRAM_NAME, CONFIG_NAME, "special_tokens_map.json")
 _SPACE_SYMBOL = "\u2581"
 # transformers 5 writes TokenizersBackend for it. Version 4 does not know that name, but 5 knows the older one.
@@ -364,3 +367,22 @@ def _without(value: Any, texts: list[str]) -> Any:
     if isinstance(value, list):
         return [_without(item, texts) for item in value if not is_gone(item)]
     return value
+
+
+def added_tokens_json(added: Sequence[str], vocab_size: int) -> str:
+    """Contents of ADDED_NAME for tokens that follow the `vocab_size` tokens of a tokenizer, in the order of their ids."""
+    return json.dumps({token: vocab_size + number for number, token in enumerate(added)}, indent=1) + "\n"
+
+
+def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens that ADDED_NAME adds to a tokenizer's own, in the order of their ids. Raises DataError if an id is left out."""
+    file = tokenizer.file.parent / ADDED_NAME
+    if not file.is_file():
+        return []
+    try:
+        ids = {id: token for token, id in json.loads(read_bytes(file)).items() if id >= tokenizer.vocab_size}
+        return [ids[id] for id in range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]
+    except (ValueError, AttributeError, TypeError, LookupError) as error:
+        raise DataError(
+            f"{file}: expected tokens with ids from {tokenizer.vocab_size} on, each once; restore the file"
+        ) from error

@@ -23,8 +23,6 @@ MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 """File names that transformers shares."""
-ADDED_NAME = "added_tokens.json"
-"""A file beside a tokenizer's own files, as in transformers: special tokens that training added, with their ids."""
 
 _LARGEST = 1 << 26  # bytes; larger files in the directory of an older tokenizer are not part of it
 
@@ -130,6 +128,11 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} can read") from error
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            raise DataError(
+                f"{file}: its model leaves out merges at random (dropout {dropout:g}), so that a text would get other ids each time; set "
+                'its "dropout" to null'
+            )
         # A tokenizer.json may ask for truncation or padding, which would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -150,17 +153,22 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
         arrays = [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
-        if self._forged and any(np.isin(ids, self._forged).any() for ids in arrays):
+        if self._forged and arrays and np.isin(np.concatenate(arrays), self._forged).any():
             self._refuse_forged(arrays)
         return arrays
 
     def _find_forged(self) -> list[int]:
         """The ids of special tokens that text can produce: a Unigram model has them among its pieces (T5's `</s>`)."""
-        special = [(id, entry.content) for id, entry in self._tokenizer.get_added_tokens_decoder().items() if entry.special]
-        found = [id for id, content in special if id in self._ids_of(content)]
+        added = self._tokenizer.get_added_tokens_decoder()
+        # The library leaves an end token as ordinary as it was if a normalizer changes its text (`<EOS>` in lower case).
+        special = [(id, entry.content) for id, entry in added.items() if entry.special or id == self.eod_id]
+        found = {id for id, content in special if id in self._ids_of(content)}
         model = self.specification()["model"] if found else {}
-        unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}  # other text produces it too
-        return [id for id in found if id not in unknown]
+        unknown = {model.get("unk_id"), self._unknown_id()}  # other text produces it too
+        return sorted((found - unknown) | ({self.eod_id} & unknown))
+
+    def _unknown_id(self) -> int | None:
+        return self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
 
     def _ids_of(self, text: str) -> list[int]:
         try:
@@ -170,6 +178,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _refuse_forged(self, arrays: Sequence[np.ndarray]) -> None:
         token = next(int(id) for ids in arrays for id in ids if id in self._forged)
+        if token == self.eod_id == self._unknown_id():
+            raise DataError(
+                f"the text holds something that {self.file} lacks, and its unknown token {self._tokenizer.id_to_token(token)!r} is also the "
+                f"end of a document; name another eos_token in {CONFIG_NAME}, or use a tokenizer trained on this text"
+            )
         meaning = "the end of a document" if token == self.eod_id else "a special token"
         raise DataError(
             f"the text holds {self._tokenizer.id_to_token(token)!r}, which {self.file} cannot tell from {meaning}; change the text, or take "
@@ -362,25 +375,6 @@ def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None
     if ids.get(token) != expected.eod_id and expected.eod_id in ids.values():
         return f"{CONFIG_NAME} ends documents with {token} ({ids.get(token)}), not with token {expected.eod_id}"
     return None
-
-
-def added_tokens_json(added: Sequence[str], vocab_size: int) -> str:
-    """Contents of ADDED_NAME for tokens that follow the `vocab_size` tokens of a tokenizer, in the order of their ids."""
-    return json.dumps({token: vocab_size + number for number, token in enumerate(added)}, indent=1) + "\n"
-
-
-def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens that ADDED_NAME adds to a tokenizer's own, in the order of their ids. Raises DataError if an id is left out."""
-    file = tokenizer.file.parent / ADDED_NAME
-    if not file.is_file():
-        return []
-    try:
-        ids = {id: token for token, id in json.loads(read_bytes(file)).items() if id >= tokenizer.vocab_size}
-        return [ids[id] for id in range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]
-    except (ValueError, AttributeError, TypeError, LookupError) as error:
-        raise DataError(
-            f"{file}: expected tokens with ids from {tokenizer.vocab_size} on, each once; restore the file"
-        ) from error
 
 
 def _file_of(path: Path) -> Path:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from running import some_slow
 
 from pretrain.data.preparation.encode import PLACES, Encoder, FillInMiddle, LongTexts
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS, load_with
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, load_with, vocabulary_texts
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN, train_tokenizer
 from pretrain.errors import DataError
@@ -205,6 +205,18 @@ def test_the_kinds_of_places_are_those_at_which_a_tokenizer_cuts(tokenizers_by_n
         assert place not in places or name not in whole
     assert proven.can_splice or name not in ("bpe", "byte_bpe", "tiktoken", "byte", "gpt2", "llama3", "gpt_oss")
     assert not proven.can_splice or name not in ("unigram", "from_the_right")
+
+
+def test_a_tokenizer_that_refuses_texts_of_its_own_vocabulary_takes_long_ones(t5_tokenizer):
+    """T5's tokenizer.json refuses "</s>", which is among the trial texts, and so refused every long document for a text that was not in it."""
+    tokenizer = load_tokenizer(t5_tokenizer)
+    long, text = LongTexts(tokenizer, longest=100, stretch=50), "some words and others " * 30
+    few = list(vocabulary_texts(tokenizer))[:500]
+    long._trial_texts = lambda: iter([*few, "ab cd", "ef gh"])  # all take 20 s
+    assert np.array_equal(long.encode_arrays([text])[0], tokenizer.encode_arrays([text])[0])
+    assert "before a space" in {place.name for place in long.places}
+    with pytest.raises(DataError, match="the text holds '</s>'"):
+        long.encode_arrays([f"{text}</s> {text}"])
 
 
 def test_long_and_short_texts_of_one_batch_keep_their_order(trained):

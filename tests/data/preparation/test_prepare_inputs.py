@@ -31,6 +31,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import ConfigError, DataError
+from pretrain.storage import staged_directory
 
 END = 256  # of the byte tokenizer
 
@@ -227,6 +228,25 @@ def test_a_file_is_read_once_a_link_to_nothing_is_refused_and_folders_of_a_glob_
     for pattern in ("c", "c/*", "c/z.txt"):
         with pytest.raises(DataError, match=r"c/z\.txt: is a link to nowhere, which is missing"):
             find_inputs([pattern])
+
+
+def test_a_path_through_a_link_and_back_means_the_same_as_to_the_system(tmp_path, byte_tokenizer, monkeypatch):
+    """link/../a.txt is beside the folder that the link leads to. The a.txt beside the link was read, and the output written there."""
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere/folder").mkdir(parents=True)
+    Path("elsewhere/data").mkdir()
+    Path("data").mkdir()
+    os.symlink("elsewhere/folder", "link")
+    for folder, text in (("elsewhere", "right"), (".", "wrong")):
+        for name in ("a.txt", "data/b.txt"):
+            Path(folder, name).write_text(text)
+    for number, pattern in enumerate(("link/../a.txt", "link/../*.txt", "link/../data")):
+        prepare([pattern], byte_tokenizer, f"link/../out{number}", work="link/../work" if number else None)
+        data = PreparedData.open(f"link/../out{number}")
+        assert bytes(data.read(0, data.tokens - 1).tolist()) == b"right"
+    with staged_directory(Path("link/../staged")) as stage:
+        stage.joinpath("x").touch()
+    assert sorted(path.name for path in Path("elsewhere").iterdir() if path.is_dir()) == ["data", "folder", "out0", "out1", "out2", "staged", "work"]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path, byte_tokenizer):

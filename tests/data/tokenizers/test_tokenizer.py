@@ -175,6 +175,53 @@ def test_a_text_that_a_unigram_model_takes_for_its_end_token_is_refused(t5_token
         loaded.encode("</s>", "file, line 3")
 
 
+def test_an_end_of_document_that_is_also_the_unknown_token_is_in_no_document(tmp_path):
+    """Each unknown word ended a document: 1,843 lines held 6,915 ends."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("a b a") == [0, 1, 0]
+    with pytest.raises(DataError, match="that .*tokenizer.json lacks, and its unknown token '</s>' is also the end of a document; name another"):
+        loaded.encode("a c b")
+
+
+def test_an_end_of_document_that_a_normalizer_changes_is_in_no_document(trained, tmp_path):
+    """The library found an ordinary added token in text, although it was made special."""
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    for normalizer in (normalizers.Lowercase(), normalizers.NFC()):
+        tokenizer = Tokenizer.from_file(str(trained["byte_bpe"] / "tokenizer.json"))
+        tokenizer.normalizer = normalizer
+        tokenizer.add_tokens([AddedToken("<EOS>", normalized=True)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOS>"}')
+        loaded = load_tokenizer(tmp_path)
+        if isinstance(normalizer, normalizers.NFC):
+            assert loaded.eod_id not in loaded.encode("a <EOS> b")
+            continue
+        for text in ("a <EOS> b", "a <eos> b"):
+            with pytest.raises(DataError, match="cannot tell from the end of a document"):
+                loaded.encode(text)
+
+
+def test_a_model_that_leaves_out_merges_at_random_is_refused(trained, tmp_path):
+    """Each preparation, and each unit of an interrupted one, would have had other ids."""
+    content = json.loads((trained["byte_bpe"] / "tokenizer.json").read_text())
+    for dropout in (0.3, 0.0, None):
+        content["model"]["dropout"] = dropout
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        (tmp_path / "tokenizer_config.json").write_bytes((trained["byte_bpe"] / "tokenizer_config.json").read_bytes())
+        if dropout:
+            with pytest.raises(DataError, match=r'tokenizer.json: its model leaves out merges at random \(dropout 0.3\).* set its "dropout" to null'):
+                load_tokenizer(tmp_path)
+        else:
+            assert load_tokenizer(tmp_path).encode("words") == load_tokenizer(trained["byte_bpe"]).encode("words")
+
+
 @pytest.fixture(scope="module")
 def with_special(corpus, tmp_path_factory):
     root = tmp_path_factory.mktemp("special")

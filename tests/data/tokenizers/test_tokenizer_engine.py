@@ -378,7 +378,6 @@ _DIGITS = {"type": "Digits", "individual_digits": True}
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]}}, "not one split by a regular"),
         ({"pre_tokenizer": _DIGITS}, "its pre-tokenizer is Digits, not ByteLevel"),
         ({"pre_tokenizer": None}, "its pre-tokenizer is missing, not ByteLevel"),
-        ({"model": {"dropout": 0.1}}, "its model has dropout 0.1"),
         ({"model": {"end_of_word_suffix": "</w>"}}, "its model has end_of_word_suffix"),
     ],
 )

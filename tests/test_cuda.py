@@ -1,7 +1,9 @@
 """What needs a GPU: `bash tests/run.sh --cuda` on a host that has one. Not run in continuous integration."""
 
 import gc
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +120,20 @@ def test_a_gpu_holds_what_is_found_without_one(config_file, options):
     run = config_file.parent / "runs" / "run"
     config, _ = load_config(run / "config.yaml", [])
     assert estimate_memory(config, 1).most == pytest.approx(read_metrics(run)[-1]["memory"]["largest"], rel=0.05)
+
+
+@pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal attention is that of a CPU, which keeps all scores")
+@pytest.mark.parametrize("layout", ["parallel.shard=8", "parallel.tensor=2", "parallel.context=2"])
+def test_a_rank_of_many_holds_what_is_found_without_a_gpu(tmp_path, layout):
+    keys = ["model={family: llama, dim: 2048, layers: 8, heads: 16, kv_heads: 8, ffn_dim: 5632}", "precision.compute=bf16", "parallel.strategy=fsdp", layout]
+    options = ["--length", "4096", "--micro", "4", "--accumulation", "2", "--steps", "1", "--json", str(tmp_path / "rows.jsonl")]
+    typed = [sys.executable, str(ROOT / "tools" / "bench.py"), "speed", *options, "--one-rank-of", "8", *keys, CUDA]
+    done = subprocess.run(typed, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    note = json.loads((tmp_path / "rows.jsonl").read_text())["note"]
+    sizes = ["data.sequence_length=4096", "batch.micro_sequences=4", "batch.sequences=64", "model.vocab_size=257", "run.steps=1", "schedule.warmup_steps=1"]
+    found = estimate_memory(load_config(None, [*keys, *sizes])[0], 8).most
+    assert found == pytest.approx(1e9 * float(re.search(r"peak ([\d.]+) GB", note)[1]), rel=0.05)
 
 
 @pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full",)], ids=["", "recomputed"])

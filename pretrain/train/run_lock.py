@@ -16,14 +16,13 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from pretrain.errors import CheckpointError, print_error
+from pretrain.errors import CheckpointError, flush_output, print_error
 from pretrain.storage import replace_text
 
 log = logging.getLogger(__name__)
@@ -205,7 +204,7 @@ class RunLock:
             except CheckpointError as error:
                 if not self._over.is_set():
                     print_error(CheckpointError(f"this process was taken for dead: {error}"))
-                    sys.stdout.flush()
+                    flush_output()
                     os._exit(CheckpointError.exit_code)
 
 

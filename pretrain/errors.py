@@ -110,14 +110,16 @@ def say(line: str, to_errors: bool = False) -> None:
     """Print a line at once, on standard output or on standard error. Nothing happens if that cannot be: the reader has ended (`| tee` after Ctrl-C),
     the terminal is lost, the disk is full. A process must come to its end all the same.
     """
+    stream = sys.stderr if to_errors else sys.stdout
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr if to_errors else sys.stdout, flush=True)
+        if stream is not None:  # it is None if the caller closed it (`>&-`)
+            print(line, file=stream, flush=True)
 
 
 def flush_output() -> None:
     """Write what was printed and is not written yet, if that can be (see `say`)."""
     with contextlib.suppress(OSError, ValueError):
-        if sys.stdout is not None:  # it is None if the caller closed it (`>&-`)
+        if sys.stdout is not None:
             sys.stdout.flush()
 
 
@@ -189,15 +191,15 @@ def _exit_code(function: Callable[[], object]) -> int:
     try:
         function()
     except UserError as error:
-        print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
+        say("error: " + " ".join(str(error).split("\n")), to_errors=True)
         return error.exit_code
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"error: {error.filename}: {error.strerror}", to_errors=True)
         return UserError.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", to_errors=True)
         return INTERRUPTED
     return 0
 

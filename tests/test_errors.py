@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pretrain import progress
 from pretrain.distributed import ranks
 
 TOOL = "from pretrain.errors import DataError, run_tool\nimport os\n{}\nraise SystemExit(run_tool(work))"
@@ -83,3 +84,14 @@ def test_a_run_ends_well_whose_output_was_closed(monkeypatch):
     """`pretrain/run.py >&-` finished, and then ended with AttributeError and exit code 1."""
     monkeypatch.setattr(sys, "stdout", None)
     ranks.stop()
+
+
+@pytest.mark.parametrize("stream", [None, "/dev/full"])
+def test_work_goes_on_whose_progress_cannot_be_printed(monkeypatch, stream):
+    """A preparation ended at its first line on standard error, if that was closed (`2>&-`), or its log on a full disk."""
+    monkeypatch.setattr(sys, "stderr", stream and open(stream, "w"))
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    with progress.CorpusProgress("preparing", every_seconds=0.0) as corpus, progress.ByteProgress("reading", 10) as read:
+        corpus.add(1, 2, 3)
+        read.add(4)
+    assert (corpus.tokens, read.done) == (2, 4)

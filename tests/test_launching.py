@@ -459,7 +459,7 @@ def test_two_reasons_to_end_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(agent.os, "_exit", sys.exit)
     assert agent._fail("torchrun's limit") == 1
     with pytest.raises(SystemExit, match="1"):
-        agent._Watch("127.0.0.1:1", "2 nodes at 127.0.0.1:1", -agent._GRACE_SECONDS, False, agent._Status([])).run()
+        agent._Watch("127.0.0.1:1", "2 nodes at 127.0.0.1:1", -agent._GRACE_SECONDS, False).run()
     assert capsys.readouterr().err == "error: torchrun's limit\n"
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,7 +54,8 @@ def main(arguments: list[str]) -> int:
     alone = str(options.nnodes) in ("1", "1:1")
     where = f"{'1 node' if alone else f'{options.nnodes} nodes'} at {options.rdzv_endpoint}"
     status = _Status(options.training_script_args)
-    _Watch(options.rdzv_endpoint, where, limit, alone, status).start()
+    _wait_for_nobody_once(status.is_stopped)
+    _Watch(options.rdzv_endpoint, where, limit, alone).start()
     try:
         run(options)
         if status.is_stopped():
@@ -147,14 +149,22 @@ class _Status:
         return now != self._before and now.get("state") == "preempted"
 
 
-class _Watch(threading.Thread):
-    """Reports while this host has no processes of the run. Ends torchrun if its own limit does not work, and if another node was told to stop: torchrun
-    would wait five minutes for that node's agent, which has ended.
-    """
+def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
+    """At the end torchrun waits five minutes for the agents of all nodes. That of a node that was told to stop has ended and does not come."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-    def __init__(self, endpoint: str, where: str, limit: float, alone: bool, status: _Status) -> None:
+    real = (
+        SimpleElasticAgent._exit_barrier
+    )  # private: it is called when the processes have ended well, and not when they are only started again
+    SimpleElasticAgent._exit_barrier = lambda self: None if is_stopped() else real(self)
+
+
+class _Watch(threading.Thread):
+    """Reports while this host has no processes of the run. Ends torchrun if its own limit does not work."""
+
+    def __init__(self, endpoint: str, where: str, limit: float, alone: bool) -> None:
         super().__init__(name="words", daemon=True)
-        self.endpoint, self.where, self.limit, self.alone, self.status = endpoint, where, limit, alone, status
+        self.endpoint, self.where, self.limit, self.alone = endpoint, where, limit, alone
 
     def run(self) -> None:
         since, word = time.monotonic(), FIRST_WORD_SECONDS
@@ -163,9 +173,6 @@ class _Watch(threading.Thread):
             now = time.monotonic()
             if _has_processes():
                 since, word = now, FIRST_WORD_SECONDS
-            elif now - since > _GRACE_SECONDS and self.status.is_stopped():
-                _fail(_TOLD)
-                os._exit(STOPPED)
             elif now - since > self.limit + _GRACE_SECONDS:
                 # If another program than torchrun's store listens there, torch waits for its answer forever.
                 _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint, self.alone)}")

@@ -42,10 +42,8 @@ _spoken = threading.Event()
 def main(arguments: list[str]) -> int:
     """Run torchrun. Returns 0 if the run has come to its end, STOPPED if it was told to stop and is saved, else 1."""
     _import_quietly()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import parse_args
 
     options = parse_args(arguments)
     if options.log_dir is None and options.redirects == options.tee == "0":
@@ -57,28 +55,35 @@ def main(arguments: list[str]) -> int:
     _wait_for_nobody_once(status.is_stopped)
     _Watch(options.rdzv_endpoint, where, limit, alone).start()
     try:
-        run(options)
-        if status.is_stopped():
-            return _fail(_TOLD, STOPPED)
+        problem = _run(options, where, limit, alone)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
         return _fail(f"the process of rank {rank} (number {failure.pid} on this host) ended {how}; its last lines say why")
+    if status.is_stopped():  # a head that was told to stop takes the rendezvous with it, which is no problem then
+        return _fail(_TOLD, STOPPED)
+    return 0 if problem is None else _fail(problem)
+
+
+def _run(options: argparse.Namespace, where: str, limit: float, alone: bool) -> str | None:
+    """Run torchrun. Returns why it ended, or None if its processes have ended well. Raises ChildFailedError."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
+    from torch.distributed.run import run
+
+    try:
+        run(options)
     except SignalException as error:
-        if status.is_stopped():
-            return _fail(_TOLD, STOPPED)
-        return _fail(f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved")
+        return f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved"
     except RendezvousClosedError:
-        return _fail(f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all")
+        return f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all"
     except RendezvousConnectionError as error:
         if "is_host=1" in options.rdzv_conf:
-            return _fail(
-                f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
-            )
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})")
+            return f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
+        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})"
     except RendezvousError:
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}")
-    return 0
+        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}"
+    return None
 
 
 def _import_quietly() -> None:

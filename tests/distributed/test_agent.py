@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launch_pool import _free_port
 
 from pretrain.distributed import agent
@@ -30,7 +31,8 @@ while '"preempted", "by"' not in (folder / "status.json").read_text():
 """
 
 
-def test_when_one_node_is_told_to_stop_all_agents_end_at_once_and_none_says_finished(tmp_path):
+@pytest.mark.parametrize("told", [0, 1])  # 0: the head, which takes the rendezvous with it
+def test_when_one_node_is_told_to_stop_all_agents_end_at_once_and_none_says_finished(tmp_path, told):
     """The other node's agent waited five minutes, told one to start the other nodes, and ended with 0: a Job of Kubernetes took it for finished."""
     run, nodes = tmp_path / "runs" / "told", []
     run.mkdir(parents=True)
@@ -50,7 +52,7 @@ def test_when_one_node_is_told_to_stop_all_agents_end_at_once_and_none_says_fini
         while len(list(run.glob("*.up"))) < 2:
             assert time.monotonic() < end and None in [node.poll() for node in nodes]
             time.sleep(0.1)
-        nodes[1].send_signal(signal.SIGTERM)
+        nodes[told].send_signal(signal.SIGTERM)
         codes = [node.wait(60) for node in nodes]
     finally:
         for node in nodes:

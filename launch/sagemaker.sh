@@ -40,6 +40,7 @@ if ((NODES > 1)); then
   [[ -d "$base/input/data/shared" ]] || fail "$NODES hosts need a file system that all of them see: --set file_system=... of launch/targets/sagemaker.yaml"
 fi
 mkdir -p "$runs"
+began=$(date +%s)
 
 bash launch/torchrun_multinode.sh "$@" "run.dir=$runs" &
 run=$!
@@ -54,9 +55,11 @@ done
 if [[ -n "$stopped" ]]; then
   echo "SIGTERM: the run has stopped; the same job continues from its checkpoint; after its end, another one does (--set job_name=...)"
 elif ((status != 0)); then
-  # shellcheck disable=SC2012
-  newest=$(ls -t "$runs"/*/status.json 2>/dev/null | head -n 1 || true)
-  reason=$([[ -n "$newest" ]] && python -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"] or "")' "$newest" || true)
+  # What an earlier job of the run has ended by is not the reason: only a status of this start counts.
+  reason=$(find "$runs" -name status.json -newermt "@$began" -exec python -c '
+import json, sys
+said = json.load(open(sys.argv[1]))
+print(said["reason"] or "" if said["state"] == "failed" else "", end="")' {} \; || true)
   fail "${reason:-the run ended with exit code $status; its log says why}"
 fi
 exit "$status"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make .venv and install the project into it with the pinned versions; quick when that was done before. Sourced by
-# launch/quickstart.sh and tests/run.sh, from the repository root.  PYTHON=python3.12 chooses the interpreter.
+# Make .venv in the repository and install the project into it with the pinned versions; quick when that was done before. Started by
+# launch/quickstart.sh and tests/run.sh.  PYTHON=python3.12 chooses the interpreter.
 #   bash launch/setup.sh [EXTRAS]      e.g. test,plot
 
 set -euo pipefail
+cd "$(dirname "$0")/.."
 extras=${1:-plot}
 python=${PYTHON:-python3}
 
@@ -17,8 +18,9 @@ if [ "$(cat .venv/installed-"$extras" 2>/dev/null || true)" = "$wanted" ]; then
   exit 0
 fi
 echo "== installing into .venv (about a minute; torch is the large part)"
+existed=$([ ! -e .venv ] || echo yes)
 if ! "$python" -m venv .venv; then
-  rm -rf .venv
+  [ -n "$existed" ] || rm -rf .venv # one that runs may use stays
   echo "error: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
   exit 2
 fi

@@ -6,6 +6,7 @@ in the log; any other exception is a defect of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -100,9 +101,32 @@ def print_error(error: UserError, before_end: Callable[[], object] | None = None
         before_end()
     if waits:
         time.sleep(OTHERS_WAIT_SECONDS)
-    print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    say("error: " + " ".join(str(error).splitlines()), to_errors=True)
     if not waits and before_end:
         before_end()
+
+
+def say(line: str, to_errors: bool = False) -> None:
+    """Print a line at once, on standard output or on standard error. Nothing happens if that cannot be: the reader has ended (`| tee` after Ctrl-C),
+    the terminal is lost, the disk is full. A process must come to its end all the same.
+    """
+    stream = sys.stderr if to_errors else sys.stdout
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None:  # it is None if the caller closed it (`>&-`)
+            print(line, file=stream, flush=True)
+
+
+def flush_output() -> None:
+    """Write what was printed and is not written yet, if that can be (see `say`)."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout is not None:
+            sys.stdout.flush()
+
+
+def escape_unknown_characters() -> None:
+    """From now on write a character that standard output cannot encode as an escape such as \\u2581: locales without UTF-8 still exist."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def reason_of(error: OSError) -> str:
@@ -139,6 +163,7 @@ def run_tool(function: Callable[[], object]) -> int:
     exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
     """
     code = 0
+    escape_unknown_characters()
     try:
         code = _exit_code(function)
         if sys.stdout is not None:  # it is None if the caller closed it (`>&-`)
@@ -166,15 +191,15 @@ def _exit_code(function: Callable[[], object]) -> int:
     try:
         function()
     except UserError as error:
-        print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
+        say("error: " + " ".join(str(error).split("\n")), to_errors=True)
         return error.exit_code
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"error: {error.filename}: {error.strerror}", to_errors=True)
         return UserError.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", to_errors=True)
         return INTERRUPTED
     return 0
 

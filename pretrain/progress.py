@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from pretrain.errors import say
+
 MEGABYTE = 1_000_000
 EVERY_SECONDS = 10.0
 """The least time between two plain lines."""
@@ -27,7 +29,7 @@ class CorpusProgress:
         self._every_seconds = every_seconds
         self._start = self._shown = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(desc=label, unit="B", unit_scale=True, leave=False, total=total or None)
@@ -58,7 +60,7 @@ class CorpusProgress:
             self._bar.update(done if self._total else size)
         elif time.monotonic() - self._shown >= self._every_seconds:
             self._shown = time.monotonic()
-            print(f"{self._label}: {', '.join(self._counts() + self._share())}", file=sys.stderr, flush=True)
+            say(f"{self._label}: {', '.join(self._counts() + self._share())}", to_errors=True)
 
     def _counts(self) -> list[str]:
         seconds = max(self.seconds, 1e-9)
@@ -82,7 +84,7 @@ class ByteProgress:
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total, self.done, self._bar = label, total, 0, None
         self._shown = time.monotonic()
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False)
@@ -101,7 +103,7 @@ class ByteProgress:
             self._bar.update(size)
         elif time.monotonic() - self._shown >= EVERY_SECONDS:
             self._shown = time.monotonic()
-            print(f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+            say(f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB", to_errors=True)
 
 
 def _duration(seconds: float) -> str:

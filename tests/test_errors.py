@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from pretrain import progress
+from pretrain.distributed import ranks
+
 TOOL = "from pretrain.errors import DataError, run_tool\nimport os\n{}\nraise SystemExit(run_tool(work))"
 
 
@@ -38,3 +41,57 @@ def test_errors_that_come_first_are_still_told():
 def test_another_pipe_without_a_reader_is_a_defect():
     code, said = ended("def work():\n    reader, writer = os.pipe(); os.close(reader); os.write(writer, b'a')", read=True)
     assert code == 1 and "BrokenPipeError" in said
+
+
+def test_a_character_that_the_terminal_cannot_show_is_escaped():
+    """tools/watch.py ended with UnicodeEncodeError where the locale is not UTF-8."""
+    done = subprocess.run([sys.executable, "-c", TOOL.format("def work(): print('bar \u2581')")], capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, b"bar \\u2581\n"), done.stderr
+
+
+LOST = {
+    "a pipe without a reader": "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)",
+    "a full disk": "w = os.open('/dev/full', os.O_WRONLY); os.dup2(w, 1); os.dup2(w, 2)",
+    "a terminal that is gone": "m, s = os.openpty(); os.dup2(s, 1); os.dup2(s, 2); os.close(s); os.close(m)",
+    "closed by the caller": "sys.stdout = sys.stderr = None",
+}
+
+
+@pytest.mark.parametrize("how", LOST.values(), ids=LOST)
+@pytest.mark.parametrize("what", [
+    "Monitor(0, 0, 10.0)._end('rank 3 is gone')",
+    "lock = RunLock(Path(sys.argv[1]), 'flock'); lock.acquire(); (lock.path).write_text(lock.path.read_text().replace(lock.owner.token, 'another'))",
+])  # fmt: skip
+def test_a_process_that_has_to_end_does_although_it_cannot_say_so(tmp_path, how, what):
+    """The last word raised an error in the thread that ends the process: a rank hung for ever, and two trainers went on in one directory."""
+    program = f"""
+import os, sys, threading, time
+from pathlib import Path
+from pretrain.distributed.monitor import Monitor
+from pretrain.train import run_lock
+from pretrain.train.run_lock import RunLock
+run_lock.BEAT_SECONDS = 0.1
+{how}
+def work(): {what}
+threading.Thread(target=work, daemon=True).start()
+time.sleep(10)
+os._exit(77)
+"""
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL).returncode == 1
+
+
+def test_a_run_ends_well_whose_output_was_closed(monkeypatch):
+    """`pretrain/run.py >&-` finished, and then ended with AttributeError and exit code 1."""
+    monkeypatch.setattr(sys, "stdout", None)
+    ranks.stop()
+
+
+@pytest.mark.parametrize("stream", [None, "/dev/full"])
+def test_work_goes_on_whose_progress_cannot_be_printed(monkeypatch, stream):
+    """A preparation ended at its first line on standard error, if that was closed (`2>&-`), or its log on a full disk."""
+    monkeypatch.setattr(sys, "stderr", stream and open(stream, "w"))
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    with progress.CorpusProgress("preparing", every_seconds=0.0) as corpus, progress.ByteProgress("reading", 10) as read:
+        corpus.add(1, 2, 3)
+        read.add(4)
+    assert (corpus.tokens, read.done) == (2, 4)

@@ -518,6 +518,26 @@ def wait_for(condition, seconds: float) -> None:
         time.sleep(0.1)
 
 
+def test_the_setup_works_in_its_own_clone_and_leaves_an_environment_that_it_cannot_renew(tmp_path):
+    """From another folder it made a .venv there; and `python -m venv` that failed (a full disk) cost the environment of the runs."""
+    (tmp_path / "clone" / "launch").mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / "setup.sh", tmp_path / "clone" / "launch")
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / "clone" / name).write_text("")
+    (tmp_path / "python").write_text(f'#!/bin/sh\n[ "$1" != -m ] || exit 1\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    for mine in ("clone/.venv", ".venv"):
+        (tmp_path / mine).mkdir()
+        (tmp_path / mine / "mine").touch()
+    words = ["bash", tmp_path / "clone" / "launch" / "setup.sh"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHON": str(tmp_path / "python")}, capture_output=True, text=True)
+    assert done.returncode == 2 and "-m venv' failed" in done.stderr
+    assert (tmp_path / "clone/.venv/mine").exists() and (tmp_path / ".venv/mine").exists()
+    shutil.rmtree(tmp_path / "clone/.venv")
+    subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHON": str(tmp_path / "python")}, capture_output=True)
+    assert not (tmp_path / "clone/.venv").exists()  # one that it began itself does not stay behind
+
+
 # ---- the scripts of one data set ----------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,7 @@ class Run:
     lock: Literal["auto", "flock", "file"] = key(
         "auto",
         "How a run directory is kept to one trainer. `flock` is the system's own lock. `file` is for file systems without it: a file whose "
-        "owner gives a sign of life every 15 s. `auto` takes `flock` where it works.",
+        "owner gives a sign of life every 15 s. `auto` takes `flock` where it works, and waits for signs of life of an owner on another host too.",
     )
     accept_changes: list[str] = key(
         [],

@@ -2,36 +2,48 @@
 traceback.
 
 launch/torchrun_multinode.sh starts this with torchrun's own arguments. The nodes' agents meet at the rendezvous, then start the
-processes of the run; after a failure they meet again.
+processes of the run; after a failure they meet again. If one node is told to stop, the run is saved and ends on all nodes, with exit code STOPPED: a
+platform that takes 0 for a finished run (a Job of Kubernetes) would not start the others again.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+if __name__ == "__main__":
+    # Started by path, Python puts this file's folder first, where `monitor`, `switchboard`, ... would shadow other modules.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from pretrain.config.load import load_config
+from pretrain.errors import UserError, say
+
+STOPPED = 75
+"""Exit code of a run that was told to stop and has saved its state (EX_TEMPFAIL of sysexits.h: try again)."""
 FIRST_WORD_SECONDS = 10.0
 """Wait after which the agent says what it waits for; then at twice the time, and so on, at most two minutes apart."""
 _MOST_APART = 120.0
 _GRACE_SECONDS = 5.0  # torchrun's own limit comes first
+_TOLD = "a node of the run was told to stop; the run is saved, and the same command on all nodes continues it"
 _speech = threading.RLock()
 _spoken = threading.Event()
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun; its exit code: 0, or 1 after an error or a signal."""
+    """Run torchrun. Returns 0 if the run has come to its end, STOPPED if it was told to stop and is saved, else 1."""
     _import_quietly()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import parse_args
 
     options = parse_args(arguments)
     if options.log_dir is None and options.redirects == options.tee == "0":
@@ -39,26 +51,39 @@ def main(arguments: list[str]) -> int:
     limit = join_seconds(options.rdzv_conf)
     alone = str(options.nnodes) in ("1", "1:1")
     where = f"{'1 node' if alone else f'{options.nnodes} nodes'} at {options.rdzv_endpoint}"
+    status = _Status(options.training_script_args)
+    _wait_for_nobody_once(status.is_stopped)
     _Watch(options.rdzv_endpoint, where, limit, alone).start()
     try:
-        run(options)
+        problem = _run(options, where, limit, alone)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
         return _fail(f"the process of rank {rank} (number {failure.pid} on this host) ended {how}; its last lines say why")
+    if status.is_stopped():  # a head that was told to stop takes the rendezvous with it, which is no problem then
+        return _fail(_TOLD, STOPPED)
+    return 0 if problem is None else _fail(problem)
+
+
+def _run(options: argparse.Namespace, where: str, limit: float, alone: bool) -> str | None:
+    """Run torchrun. Returns why it ended, or None if its processes have ended well. Raises ChildFailedError."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
+    from torch.distributed.run import run
+
+    try:
+        run(options)
     except SignalException as error:
-        return _fail(f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved")
+        return f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved"
     except RendezvousClosedError:
-        return _fail(f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all")
+        return f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all"
     except RendezvousConnectionError as error:
         if "is_host=1" in options.rdzv_conf:
-            return _fail(
-                f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
-            )
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})")
+            return f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
+        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})"
     except RendezvousError:
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}")
-    return 0
+        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}"
+    return None
 
 
 def _import_quietly() -> None:
@@ -101,6 +126,44 @@ def look_at(endpoint: str, alone: bool = False) -> str:
     )
 
 
+class _Status:
+    """status.json of the run that torchrun starts with these arguments."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--config", default="")
+        parser.add_argument("overrides", nargs="*")
+        self._path: Path | None = None
+        try:
+            given, _ = parser.parse_known_intermixed_args(arguments)
+            run = load_config(given.config, given.overrides)[0].run
+            self._path = Path(run.dir) / run.name / "status.json"
+        except (UserError, OSError, argparse.ArgumentError):
+            pass  # the processes say what is wrong
+        self._before = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return json.loads(self._path.read_bytes()) if self._path is not None else {}
+        except (OSError, ValueError):
+            return {}
+
+    def is_stopped(self) -> bool:
+        """Whether the processes were told to stop, and have saved, since this object was made."""
+        now = self._read()
+        return now != self._before and now.get("state") == "preempted"
+
+
+def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
+    """At the end torchrun waits five minutes for the agents of all nodes. That of a node that was told to stop has ended and does not come."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    real = (
+        SimpleElasticAgent._exit_barrier
+    )  # private: it is called when the processes have ended well, and not when they are only started again
+    SimpleElasticAgent._exit_barrier = lambda self: None if is_stopped() else real(self)
+
+
 class _Watch(threading.Thread):
     """Reports while this host has no processes of the run. Ends torchrun if its own limit does not work."""
 
@@ -121,28 +184,30 @@ class _Watch(threading.Thread):
                 os._exit(1)
             elif now - since > word:
                 word = now - since + min(now - since, _MOST_APART)
-                print(
+                say(
                     f"{socket.gethostname()} waits for {self.where} ({now - since:.0f} of {self.limit:g} s, JOIN_SECONDS): "
-                    f"{look_at(self.endpoint, self.alone)}",
-                    flush=True,
+                    f"{look_at(self.endpoint, self.alone)}"
                 )
 
 
-def _has_processes() -> bool:
-    """Whether this process has children. If the system does not say, assume that it has some, so that nothing is reported."""
+def _has_processes(tasks: Path = Path("/proc/self/task")) -> bool:
+    """Whether this process has children. If the system does not say (Linux without CONFIG_PROC_CHILDREN, a sandbox), assume that it has some, so that
+    nothing is reported, and no run is ended.
+    """
     try:
-        return any(path.read_text().strip() for path in Path("/proc/self/task").glob("*/children"))
+        children = [path.read_text() for path in tasks.glob("*/children")]
     except OSError:
         return True
+    return not children or any(text.strip() for text in children)
 
 
-def _fail(line: str) -> int:
-    """Print why this process ends; 1. Only the first line is printed: on a busy host torchrun and `_Watch` may come to the limit together."""
+def _fail(line: str, code: int = 1) -> int:
+    """Print why this process ends; return `code`. Only the first line is printed: on a busy host torchrun and `_Watch` may come to the limit together."""
     with _speech:  # a process that ends in the middle of the line would cut it
         if not _spoken.is_set():
             _spoken.set()
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    return 1
+            say(f"error: {line}", to_errors=True)
+    return code
 
 
 def _end(number: int, frame: FrameType | None) -> Any:
@@ -152,7 +217,5 @@ def _end(number: int, frame: FrameType | None) -> Any:
 
 
 if __name__ == "__main__":
-    # Started by path, Python puts this file's folder first, where `monitor`, `switchboard`, ... would shadow other modules.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
     signal.signal(signal.SIGTERM, _end)
     sys.exit(main(sys.argv[1:]))

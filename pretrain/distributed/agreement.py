@@ -70,7 +70,9 @@ def versions(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 def code_hashes() -> dict[str, str]:
     """A hash of every source file of this package, and of the program that was started."""
-    files = {f"{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}": path for path in sorted(_PACKAGE.rglob("*.py"))}
+    # Emacs keeps links such as .#trainer.py, which lead nowhere, beside files that are being edited.
+    found = [path for path in sorted(_PACKAGE.rglob("*.py")) if path.is_file()]
+    files = {f"{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}": path for path in found}
     entry = getattr(sys.modules.get("__main__"), "__file__", None)
     if entry and Path(entry).is_file() and Path(entry).resolve() not in files.values():
         files[Path(entry).name] = Path(entry)

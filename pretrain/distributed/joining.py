@@ -23,7 +23,7 @@ from pretrain.distributed.channel import Channel, hello
 from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, launched_ranks, wrong_address
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.switchboard import Switchboard
-from pretrain.errors import LaunchError, LostRankError, UserError, line_of
+from pretrain.errors import LaunchError, LostRankError, UserError, line_of, say
 from pretrain.storage import allow_open_files
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class _Wait:
             if meeting.rank:  # the main rank hears its own messages, which say nothing of the missing ranks
                 self.progress = time.monotonic()
             if meeting.local_rank == 0:
-                print(message["line"], flush=True)
+                say(message["line"])
         elif kind == "awaited":
             self._count(message)
         return message
@@ -342,7 +342,7 @@ class _Wait:
         if is_found:
             self.monitor.send("ask", number=0)
         elif meeting.local_rank == 0:
-            print(f"rank {meeting.rank} waits for rank 0: {meeting._problem}; up to {limit}", flush=True)
+            say(f"rank {meeting.rank} waits for rank 0: {meeting._problem}; up to {limit}")
 
     def _remedy(self, is_found: bool) -> str:
         if is_found:
@@ -366,7 +366,7 @@ class _Wait:
         if meeting.rank == 0:
             self.monitor.send("say", line=self.late)
         elif 0 in message["busy"] and meeting.local_rank == 0:
-            print(self.late, flush=True)  # the main rank does not wait yet
+            say(self.late)  # the main rank does not wait yet
 
 
 def tell(error: UserError) -> None:

@@ -22,7 +22,6 @@ import queue
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from pretrain.distributed.channel import Channel, is_communication
 from pretrain.distributed.pace import Pace
 from pretrain.distributed.standing import Mark
 from pretrain.distributed.switchboard import ANSWER_SECONDS
-from pretrain.errors import LostRankError, UserError, print_error
+from pretrain.errors import LostRankError, UserError, flush_output, print_error
 
 log = logging.getLogger(__name__)
 
@@ -391,6 +390,5 @@ class Monitor(threading.Thread):
         recording.start()
         recording.join(10.0)  # storage may be what hangs
         print_error(LostRankError(line))
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
+        flush_output()
         os._exit(LostRankError.exit_code)

@@ -27,7 +27,7 @@ from pretrain.distributed.host_memory import keep_freed_memory
 from pretrain.distributed.joining import Meeting, close_meeting
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
-from pretrain.errors import LaunchError, LostRankError, UserError, reason_of
+from pretrain.errors import LaunchError, LostRankError, UserError, flush_output, reason_of
 
 T = TypeVar("T")
 
@@ -328,7 +328,7 @@ def stop() -> None:
     _destroy_groups()
     close_meeting()
     gc.collect()
-    sys.stdout.flush()
+    flush_output()
     # gloo's threads drop their last tensors under the GIL. Without this pause they may do so during interpreter shutdown, which
     # aborts about one process exit in a hundred.
     time.sleep(EXIT_PAUSE_SECONDS)

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import LaunchError
+from pretrain.errors import LaunchError, flush_output, say
 from pretrain.launching.targets import Launch
 
 PID_MARK = "pretrain-pid"
@@ -105,7 +104,7 @@ class HostRun:
         self.hosts = []
         for name, command in commands.items():
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
                 start_new_session=True,  # Ctrl-C is for the hosts' processes, not for ssh
             )  # fmt: skip
             host = Host(name, process)
@@ -173,12 +172,29 @@ class HostRun:
                 self._say(f"{what}: the run goes on with {left} of {len(self.hosts)} hosts, from its newest checkpoint")
 
 
+class Output:
+    """Prints the lines of the hosts. If that cannot be (`| tee` ends at Ctrl-C, the disk is full), this is said once, and the run goes on: a host whose
+    output nobody takes would stand still, and one that is not told to stop would not save.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __call__(self, line: str) -> None:
+        try:
+            print(line, flush=True)
+        except (OSError, ValueError) as error:
+            if not self._told:
+                self._told = True
+                say(f"what the hosts say cannot be printed: {error}; the run goes on, and its logs have it", to_errors=True)
+
+
 def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
     """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP (unless nohup ignores that one)."""
     commands, ssh = host_commands(launch, settings), ssh_words(settings)
     if shutil.which(ssh[0]) is None:
         raise LaunchError(f"--set ssh: there is no program {ssh[0]} here; install it, or name another")
-    run = HostRun(commands, ssh, lambda line: print(line, flush=True), launch.fewest_nodes)
+    run = HostRun(commands, ssh, Output(), launch.fewest_nodes)
     kept = {}
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
@@ -188,4 +204,4 @@ def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-        sys.stdout.flush()
+        flush_output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain.errors import reason_of
+from pretrain.errors import escape_unknown_characters, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 
 def log_to_console(is_main: bool) -> None:
     """Print this package's messages on the main rank's standard output. Other ranks print only their error, at the end."""
+    escape_unknown_characters()
     handler = ConsoleHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.CRITICAL)
@@ -50,8 +52,9 @@ class ConsoleHandler(logging.StreamHandler):
         """Keep the line that the next message would have replaced."""
         if self._stands:
             self._stands = False
-            self.stream.write("\n")
-            self.flush()
+            with contextlib.suppress(OSError):  # a lost terminal must not keep a run from recording why it ends
+                self.stream.write("\n")
+                self.flush()
 
 
 def finish_line() -> None:
@@ -66,7 +69,7 @@ def log_to_file(directory: Path, rank: int) -> None:
     logging.raiseExceptions = False  # a log line that cannot be written must not hide the error in it
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8")
+        handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         log.warning("the log of rank %d cannot be opened: %s", rank, reason_of(error))
         return

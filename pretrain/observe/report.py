@@ -63,6 +63,7 @@ def draw(runs: list[Path], output: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    matplotlib.rcParams["text.parse_math"] = False  # a name with two $ is a name
     figure, axes = pyplot.subplots(figsize=(7.2, 4.0), dpi=120, layout="constrained")
     for run, colour in zip(runs, itertools.cycle(COLOURS)):
         records, prefix = _records(run), "" if len(runs) == 1 else f"{run.name}, "

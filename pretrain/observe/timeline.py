@@ -94,6 +94,7 @@ def draw_timelines(steps: list[tuple[str, list[RankTime]]], output: Path) -> Non
     except ImportError as error:
         raise DataError(f"drawing needs matplotlib, which is not installed; run {install_command('plot')}") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a title with two $ is a title
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 

@@ -3,7 +3,8 @@
     DIR/.lock    JSON: process, host, a token of its own, how it is held; its owner touches it every 15 s
 
 With flock the system itself knows whether the owner lives. Without flock (Lustre without `-o flock`, some NFS) its signs of life
-tell. An owner on this host is gone if its process has ended. An owner on another host is watched for a minute. If a stopped owner
+tell. Some file systems keep a lock to one host (Lustre with `-o localflock`, NFS with `local_lock`, FUSE), which nobody can see: `auto` asks for signs of life
+where the owner is on another host, even if the lock is free. An owner on this host is gone if its process has ended. An owner on another host is watched for a minute. If a stopped owner
 was taken for gone and then continues, it finds another token and ends at once.
 """
 
@@ -16,14 +17,13 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from pretrain.errors import CheckpointError, print_error
+from pretrain.errors import CheckpointError, flush_output, print_error
 from pretrain.storage import replace_text
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class RunLock:
         if kind == "flock":
             self._take_flock()
             holder, _ = read_owner(self.path)
-        if kind == "file" or (holder is not None and holder.kind == "file"):  # on another node, without flock
+        if kind == "file" or self._may_live(holder):
             self._wait_for_death()
         self.owner = Owner.this_process(kind)
         self._write(self.owner)
@@ -100,8 +100,12 @@ class RunLock:
                         raise self._cannot_lock(error) from error
                     kind = "file"
         holder, _ = read_owner(self.path)
-        if kind == "file" or (holder is not None and holder.kind == "file"):
+        if kind == "file" or self._may_live(holder):
             self._wait_for_death()
+
+    def _may_live(self, holder: Owner | None) -> bool:
+        """Whether this owner may live although the system gave us its lock: it is on a node without flock, or on a host whose locks are not known here."""
+        return holder is not None and (holder.kind == "file" or (self.kind == "auto" and holder.where != _where()))
 
     def release(self) -> None:
         """Release the lock for another process."""
@@ -205,7 +209,7 @@ class RunLock:
             except CheckpointError as error:
                 if not self._over.is_set():
                     print_error(CheckpointError(f"this process was taken for dead: {error}"))
-                    sys.stdout.flush()
+                    flush_output()
                     os._exit(CheckpointError.exit_code)
 
 

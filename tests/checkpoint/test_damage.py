@@ -367,6 +367,15 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
     assert captured.out.count("good ") == 2 and "step-00000015/__0_0.distcp" in captured.err
 
 
+def test_a_checkpoint_that_the_run_removes_while_it_is_verified_is_not_damaged(run, capsys, monkeypatch):
+    """Hashing takes minutes, and a run that trains on removes what checkpoint.keep_last no longer keeps."""
+    verify, oldest = files.verify, files.complete_checkpoints(run / "checkpoints")[0]
+    monkeypatch.setattr(files, "verify", lambda path: (files.remove(oldest), verify(path)))
+    assert tool("verify_checkpoint").main([str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert f"removed  {oldest}: by the run, while it was verified\n" in printed and printed.count("good ") == 2
+
+
 def needs_of_a_run(config_file: str, *overrides: str) -> tuple[int, list[int]]:
     """Exit code of a run, and the bytes that each of its saves asks for."""
     needs = []

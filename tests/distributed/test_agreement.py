@@ -19,6 +19,7 @@ from running import run_changed, write_prepared
 
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
+from pretrain.distributed import agreement
 from pretrain.distributed.agreement import MAY_DIFFER, code_hashes, difference, digest_of, run_facts, versions
 
 HERE = os.uname().nodename
@@ -145,6 +146,14 @@ def test_a_rank_with_other_code_is_named(tmp_path, config_file):
     for text in printed:
         assert f"error: rank 1 ({HERE}) has the code of pretrain/optim/optimizer.py=" in text
         assert f", rank 0 ({HERE}) " in text and REMEDY in text
+
+
+def test_a_link_of_an_editor_that_leads_nowhere_is_no_code(tmp_path, monkeypatch):
+    """With .#trainer.py of Emacs in the package, no run of several ranks could start: FileNotFoundError."""
+    (tmp_path / "trainer.py").write_text("")
+    (tmp_path / ".#trainer.py").symlink_to("me@host.17:1")
+    monkeypatch.setattr(agreement, "_PACKAGE", tmp_path)
+    assert f"the code of {tmp_path.name}/trainer.py" in agreement.code_hashes()
 
 
 # ---- facts ------------------------------------------------------------------------------------------------------------

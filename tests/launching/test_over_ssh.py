@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 from running import losses
 
 from pretrain.launching import over_ssh
-from pretrain.launching.over_ssh import HostRun, host_commands
+from pretrain.launching.over_ssh import HostRun, Output, host_commands
 from pretrain.launching.targets import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,30 @@ def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
     ends.join(15)
     assert not ends.is_alive() and "not waiting for the hosts" in said[-1]
     assert run.wait() == 1
+
+
+def test_hosts_are_read_and_told_to_stop_also_where_nobody_reads_the_output(monkeypatch, capsys):
+    """Ctrl-C ends `| tee` as well. The signal was not passed on then, and a host that says much stood still before."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = "trap 'echo saved >&3; exit 3' TERM; echo pretrain-pid $$; i=0; while [ $i -lt 20000 ]; do echo a line of a host; i=$((i+1)); done; sleep 60 & wait"
+    saved, told = os.pipe()
+    lost = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", lost)
+    run = HostRun({"a": ["bash", "-c", f"exec 3>/proc/{os.getpid()}/fd/{told}; {script}"]}, ["sh", "-c", 'eval "$2"', "sh"], Output())
+    end = time.monotonic() + 20
+    while run.hosts[0].pid is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    run.stop("SIGINT")
+    assert run.wait() == 1
+    monkeypatch.undo()
+    with contextlib.suppress(BrokenPipeError):
+        lost.close()
+    os.close(told)
+    with os.fdopen(saved) as file:
+        assert file.read() == "saved\n" and run.hosts[0].process.returncode == 3
+    assert capsys.readouterr().err == "what the hosts say cannot be printed: [Errno 32] Broken pipe; the run goes on, and its logs have it\n"
 
 
 @pytest.mark.parametrize("by_nohup", [True, False])

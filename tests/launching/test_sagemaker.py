@@ -66,13 +66,25 @@ def test_a_reclaimed_instance_saves_and_the_next_one_goes_on(container, tmp_path
     assert len(losses(other / "checkpoints" / "run")) == saved + 2
 
 
+def test_the_reason_of_an_earlier_job_is_not_that_of_this_one(container, tmp_path):
+    """A second job with a wrong key was said to have failed because the first one had been asked to stop."""
+    base, earlier = tmp_path / "ml", tmp_path / "ml" / "checkpoints" / "run" / "status.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text('{"state": "failed", "reason": "an earlier reason"}')
+    os.utime(earlier, (time.time() - 60, time.time() - 60))
+    process = container(base, ["localhost"], "localhost", "optim.lrr=1")
+    printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 1 and "unknown key optim.lrr" in printed
+    assert (base / "output" / "failure").read_text() == "the run ended with exit code 1; its log says why\n"
+
+
 @pytest.mark.slow
 def test_the_reason_of_a_failure_is_where_sagemaker_shows_it(container, tmp_path):
     base = tmp_path / "ml"
     process = container(base, ["localhost"], "localhost", "data.sources=[{path: nowhere}]")
     printed, _ = process.communicate(timeout=100)
     assert process.returncode == 1 and "nowhere" in printed
-    assert (base / "output" / "failure").read_text().strip()
+    assert (base / "output" / "failure").read_text() == "the run ended with exit code 1; its log says why\n"  # it had no directory yet
 
 
 def test_several_hosts_need_storage_that_all_see(container, tmp_path):

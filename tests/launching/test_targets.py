@@ -13,6 +13,7 @@ import pytest
 import yaml
 from running import tool
 
+from pretrain.distributed.agent import STOPPED
 from pretrain.errors import LaunchError
 from pretrain.launching.targets import Launch, filled, read_target, target_names
 
@@ -125,6 +126,8 @@ def test_a_range_of_nodes_is_what_the_place_understands_or_is_refused():
     assert job["spec"]["completions"] == 4 and job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     assert {"name": "NODES", "value": "2:4"} in job["spec"]["template"]["spec"]["containers"][0]["env"]
     assert "successPolicy" not in rendered("kubernetes", Launch(CONFIG, 4, 8))[0][1]["spec"]
+    ignored = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
+    assert {"operator": "In", "values": [STOPPED]} in [rule.get("onExitCodes") for rule in ignored]
     assert "--nodes=2-4" in rendered("slurm", launch)[1]
     for target in GIVEN.keys() - {"kubernetes", "slurm", "ssh"}:
         with pytest.raises(LaunchError, match=f"--nodes 2:4: {target} takes no range.* --target kubernetes, slurm, ssh"):

@@ -256,6 +256,14 @@ def test_several_runs_are_compared_in_one_picture(run, tmp_path, capsys):
     assert (tmp_path / "one.png").read_bytes() != (tmp_path / "both.png").read_bytes()
 
 
+def test_a_name_with_dollars_is_no_formula(run, tmp_path):
+    """matplotlib read what stands between two $ as TeX, and ended with ParseException."""
+    named = shutil.copytree(run, tmp_path / "cost $x_^$")
+    draw([named], tmp_path / "one.png")
+    draw([named, run], tmp_path / "two.png")
+    assert (tmp_path / "two.png").stat().st_size > 1000
+
+
 def test_the_loss_curve_is_drawn(run, tmp_path):
     draw([run], tmp_path / "loss.png")
     content = (tmp_path / "loss.png").read_bytes()

@@ -43,9 +43,9 @@ def test_a_run_is_drawn_from_its_own_profile(pool, config_file, tmp_path, capsys
     options = ("run.steps=3", "schedule={name: constant, warmup_steps: 0}", "log.profile=[3]", "parallel.strategy=ddp")
     run = train(pool, 2, config_file, *options)
     picture = tmp_path / "pictures" / "step.png"
-    assert tool("timeline").main([str(run), "--title", "two ranks", "--output", str(picture)]) == 0
+    assert tool("timeline").main([str(run), "--title", "two $ranks_^$", "--output", str(picture)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3 and all(line.startswith(f"two ranks, rank {rank}: ") for rank, line in enumerate(printed[:2]))
+    assert len(printed) == 3 and all(line.startswith(f"two $ranks_^$, rank {rank}: ") for rank, line in enumerate(printed[:2]))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 5000
 
 

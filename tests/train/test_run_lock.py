@@ -111,6 +111,21 @@ def test_a_second_trainer_is_refused_by_name_and_comes_in_after_the_first(tmp_pa
     assert time.monotonic() - began < 1.0  # one that was released is free
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_lock_that_holds_on_one_host_only_protects_nobody_and_auto_looks_twice(tmp_path, other, monkeypatch, dies):
+    """Lustre with localflock, NFS with local_lock: a second start on another host took the directory over, and ended the run that trained there."""
+    process, said = other("auto", elsewhere=True)
+    assert said == "held"
+    monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)
+    if dies:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    for take in (RunLock(tmp_path, "auto").check, RunLock(tmp_path, "auto").acquire):
+        with contextlib.nullcontext() if dies else pytest.raises(CheckpointError, match=f"is in use by process {process.pid} on "):
+            take()
+    assert process.is_alive() is not dies
+
+
 @pytest.mark.parametrize(("first", "second"), [("flock", "file"), ("file", "flock")])
 def test_nodes_with_and_without_flock_do_not_come_together(tmp_path, other, first, second):
     """T-D14: one node mounts the file system with flock, another without."""

@@ -18,14 +18,13 @@ import functools
 import glob
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pretrain.data.shards.transfer import Remote, is_url, judged, shown
-from pretrain.errors import DataError
+from pretrain.errors import DataError, say
 
 _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -156,7 +155,7 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
         if os.path.isdir(pattern):
             files = _files_below(str(Path(pattern)))
         elif (folders := sum(map(os.path.isdir, matches))) and "**" not in pattern:
-            print(f"{pattern}: left out {folders} folders; name them, or descend by **", file=sys.stderr, flush=True)
+            say(f"{pattern}: left out {folders} folders; name them, or descend by **", to_errors=True)
         if not files:
             hint = " (a folder without files)" if os.path.isdir(pattern) else ""
             raise DataError(f"{pattern}: no such input file{hint}")
@@ -215,7 +214,7 @@ def _files_below(folder: str) -> list[str]:
         found += [path for name in visible if _is_file(path := os.path.join(parent, name))]
     if hidden or links:
         line = f"{folder}: left out {hidden} hidden files and folders and {links} links to folders"
-        print(line, file=sys.stderr, flush=True)
+        say(line, to_errors=True)
     return found
 
 

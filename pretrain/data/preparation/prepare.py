@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from pretrain.data.preparation.work_directory import WorkDirectory
 from pretrain.data.shards.manifest import INVALID_NAME, Manifest, read_manifest
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError, DataError, say
 from pretrain.progress import MEGABYTE, CorpusProgress
 from pretrain.storage import refuse_existing
 
@@ -357,4 +356,4 @@ def _do_units(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, to_errors=True)

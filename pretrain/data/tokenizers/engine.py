@@ -19,7 +19,6 @@ Single documents that tiktoken might not encode exactly are left to the library:
 from __future__ import annotations
 
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -30,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError, DataError, say
 
 ENGINES = ("auto", "tiktoken", "library")
 SAMPLE_CHARACTERS = 8 << 20
@@ -121,7 +120,7 @@ def load_with(engine: Literal["tiktoken", "library"], path: str | Path) -> Token
 
 
 def _say(line: str) -> None:
-    print(f"tokenizer engine: {line}", file=sys.stderr, flush=True)
+    say(f"tokenizer engine: {line}", to_errors=True)
 
 
 def prove(fast: TiktokenTokenizer, library: Tokenizer, sample: Iterable[str] = ()) -> int:

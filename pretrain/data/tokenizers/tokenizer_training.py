@@ -12,7 +12,6 @@ the same order gives the same file.
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pretrain.data.preparation.inputs import find_inputs
 from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.tokenizers.engine import byte_characters
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError, DataError, say
 from pretrain.progress import MEGABYTE, CorpusProgress
 from pretrain.storage import staged_directory
 
@@ -176,7 +175,7 @@ def _sample(documents: Iterator[str], model_type: str, vocab_size: int, sample_p
     if not sample:
         raise DataError("the corpus is empty: the input files hold no text")
     megabytes = sum(map(len, sample)) / MEGABYTE
-    print(f"learning {vocab_size:,} {model_type} pieces from {megabytes:.1f} million characters", file=sys.stderr, flush=True)
+    say(f"learning {vocab_size:,} {model_type} pieces from {megabytes:.1f} million characters", to_errors=True)
     return sample
 
 

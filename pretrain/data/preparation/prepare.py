@@ -144,6 +144,7 @@ def prepare(
     settings = Settings(**options)
     settings.check()
     _check_division(workers, task, tasks, restart)
+    _check_place(inputs, output)
     begin = time.monotonic()
     if manifests := _manifests(output):
         plan, _ = _planned(inputs, tokenizer, settings, unit_bytes)
@@ -213,6 +214,16 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
         raise ConfigError(f"--tasks {tasks}: say which one this is with --task")
     if task is not None and restart:
         raise ConfigError("--restart: not together with --task, which others may be working beside; remove the work directory")
+
+
+def _check_place(inputs: Sequence[str] | Sequence[InputFile], output: str | Path) -> None:
+    """Refuse an output that the same command, or another task, would take for input."""
+    place = Path(output).resolve()
+    for folder in (item for item in inputs if isinstance(item, str) and Path(item).is_dir()):
+        if place.is_relative_to(Path(folder).resolve()):
+            raise ConfigError(
+                f"--output {output} lies in the input folder {folder}, and the next start would take it for input; choose a place outside of it"
+            )
 
 
 def _planned(

@@ -173,7 +173,7 @@ def test_zstandard_is_read_frame_by_frame(prepared, tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     (tmp_path / "b.txt.zst").write_bytes(compress(b"one\r\ndocument"))
     (tmp_path / "c.txt.zst").write_bytes(b"")
-    texts, origins = prepared(tmp_path)
+    texts, origins = prepared(tmp_path / "*.zst")
     assert texts == [f"{n} {m}" for n in range(3) for m in range(200)] + ["one\r\ndocument"]
     assert origins[-2:] == [(str(tmp_path / "a.jsonl.zst"), 599), (str(tmp_path / "b.txt.zst"), 0)]
 

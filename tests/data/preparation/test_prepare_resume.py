@@ -462,6 +462,20 @@ def test_an_input_that_was_only_touched_is_named_as_the_reason(trained, tmp_path
     assert files_of(tmp_path / "out") == before
 
 
+def test_an_output_among_the_inputs_is_refused_before_anything_is_written(trained, tmp_path):
+    """The first command succeeded, and the same one again said that the output was prepared from other inputs."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("some text\n")
+    (tmp_path / "link").symlink_to(corpus)
+    for folder, output in ((corpus, corpus / "deep" / "out"), (corpus, tmp_path / "link" / "out"), (tmp_path / "link", corpus / "out"), (corpus, corpus)):
+        with pytest.raises(ConfigError, match=f"--output {output} lies in the input folder {folder}, .* choose a place outside of it"):
+            prepare([str(folder)], trained["bpe"], output)
+    assert [path.name for path in corpus.iterdir()] == ["a.txt"]
+    prepare([str(corpus / "*.txt")], trained["bpe"], corpus / "out")  # a pattern that no file of it matches
+    prepare([str(corpus / "*.txt")], trained["bpe"], corpus / "out")
+
+
 def test_an_output_of_something_else_is_refused(inputs, trained, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")

@@ -2,8 +2,8 @@
 traceback.
 
 launch/torchrun_multinode.sh starts this with torchrun's own arguments. The nodes' agents meet at the rendezvous, then start the
-processes of the run; after a failure they meet again. If one node is told to stop, the run is saved and ends on all nodes, with exit code STOPPED: a
-platform that takes 0 for a finished run (a Job of Kubernetes) would not start the others again.
+processes of the run; after a failure they meet again. If one node is told to stop, the run is saved and ends on all nodes, with exit code STOPPED.
+With 0, a Job of Kubernetes would take the run for finished, and would not start the others again.
 """
 
 from __future__ import annotations

@@ -173,8 +173,9 @@ class HostRun:
 
 
 class Output:
-    """Prints the lines of the hosts. If that cannot be (`| tee` ends at Ctrl-C, the disk is full), this is said once, and the run goes on: a host whose
-    output nobody takes would stand still, and one that is not told to stop would not save.
+    """Prints the lines of the hosts. If that fails (`| tee` ends at Ctrl-C, the disk is full), it says so once, and the run goes on.
+
+    A host whose output nobody takes would stand still, and one that is not told to stop would not save.
     """
 
     def __init__(self) -> None:

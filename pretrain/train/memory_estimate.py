@@ -1,8 +1,7 @@
 """How much memory a rank of a run needs on a GPU, found on any machine.
 
 A step runs on torch's meta device, where tensors have shapes and no values, and each tensor is counted while it exists. It is the code that runs on a
-GPU, and the network is placed by the strategy of the run: one process stands for a rank, and its collectives move nothing
-(parallel/stand_in.py). In the place of a kernel of attention stands an operator that keeps as much. Compiled blocks are cut into forward and
+GPU, and the run's own strategy places the network. One process stands for a rank, and its collectives move nothing (parallel/stand_in.py). In the place of a kernel of attention stands an operator that keeps as much. Compiled blocks are cut into forward and
 backward as torch's compiler cuts them, and their operators run one by one.
 
 By formula: the moments of optimizers; the buckets of DDP, whose code needs values. Loads of experts are taken to be even.
@@ -81,7 +80,7 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> RankMemory:
-        """Of the rank that needs the most."""
+        """The memory of the rank that needs the most."""
         return max(self.stages, key=lambda stage: stage.most)
 
     @property
@@ -91,7 +90,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(given: Config, world_size: int, device_memory: int | None = None) -> MemoryEstimate:
-    """The memory of a rank of a run on `world_size` GPUs of `device_memory` bytes, of which `parallel.strategy: auto` asks. Nothing is read.
+    """The memory of a rank of a run on `world_size` GPUs. `device_memory`: bytes of each, for `parallel.strategy: auto`. No file is opened.
 
     Raises ConfigError for what cannot be trained or is not known here, and LaunchError for a number of processes that does not fit.
     """

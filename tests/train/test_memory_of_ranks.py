@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -80,6 +81,7 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.skipif(version("torch") < "2.13", reason="FSDP2 of torch 2.11 does not start in ranks that pretend to be compiled")
 @pytest.mark.parametrize(
     ("ranks", "overrides", "blocks"),
     [

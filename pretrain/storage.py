@@ -138,6 +138,15 @@ def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file; empty if the file is missing, or cannot be read at the moment."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def sealed_json(content: Mapping[str, Any]) -> str:
     """A JSON object with a sha256 of itself in it (`seal`), so that `unsealed` notices every change of a value."""
     return json.dumps({**content, _SEAL: _seal_of(content)}, indent=2) + "\n"

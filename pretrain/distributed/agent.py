@@ -9,7 +9,6 @@ With 0, a Job of Kubernetes would take the run for finished, and would not start
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ if __name__ == "__main__":
 
 from pretrain.config.load import load_config
 from pretrain.errors import UserError, say
+from pretrain.storage import read_object
 
 STOPPED = 75
 """Exit code of a run that was told to stop and has saved its state (EX_TEMPFAIL of sysexits.h: try again)."""
@@ -143,10 +143,7 @@ class _Status:
         self._before = self._read()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            return json.loads(self._path.read_bytes()) if self._path is not None else {}
-        except (OSError, ValueError):
-            return {}
+        return {} if self._path is None else read_object(self._path)
 
     def is_stopped(self) -> bool:
         """Whether the processes were told to stop, and have saved, since this object was made."""
@@ -158,9 +155,8 @@ def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
     """At the end torchrun waits five minutes for the agents of all nodes. That of a node that was told to stop has ended and does not come."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-    real = (
-        SimpleElasticAgent._exit_barrier
-    )  # private: it is called when the processes have ended well, and not when they are only started again
+    # Private. It is called when the processes have ended well, and not when they are only started again.
+    real = SimpleElasticAgent._exit_barrier
     SimpleElasticAgent._exit_barrier = lambda self: None if is_stopped() else real(self)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from pretrain.checkpoint import files
 from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.metrics import EVALUATIONS_FILE, STARTS_FILE, read_lines
-from pretrain.observe.run_story import read_object, unix_seconds
-from pretrain.storage import append_line, plain
+from pretrain.observe.run_story import unix_seconds
+from pretrain.storage import append_line, plain, read_object
 
 ENDED = ("finished", "failed", "stopped", "preempted")
 SILENT_SECONDS = 600.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import calendar
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from pretrain.config.written import flatten
 from pretrain.errors import DataError
 from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, read_lines, read_records
+from pretrain.storage import read_object
 
 MOST_RECORDS = 3000
 """Log lines of a run that a picture shows; of a longer run evenly chosen ones, and each of an evaluation."""
@@ -110,15 +110,6 @@ def _begins(lines: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[i
         begins.append(starts[current]["step"] if current >= 0 else 0)
         after = line["step"]
     return begins[::-1]
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; empty if the file is missing, or cannot be read at the moment."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

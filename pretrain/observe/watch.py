@@ -17,8 +17,9 @@ from rich.text import Text
 from pretrain.errors import DataError
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
-from pretrain.observe.run_story import read_object, unix_seconds
+from pretrain.observe.run_story import unix_seconds
 from pretrain.observe.watch_ranks import rank_parts
+from pretrain.storage import read_object
 
 BARS = "▁▂▃▄▅▆▇█"
 EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")

@@ -54,9 +54,7 @@ class FullyShard:
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         self._shard(network)
-        if (
-            self.device.type != "meta"
-        ):  # where shapes are all there is, parameters stay: FSDP2 would not notice that they are others
+        if self.device.type != "meta":  # FSDP2 would not notice that the parameters are others
             network.to_empty(device="cpu" if self.config.parallel.offload else self.device)
         _bring_vectors(network, self.device)  # with offload, FSDP2 moves only the matrices to the device
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]

@@ -211,7 +211,7 @@ def _are_views(config: Config, layout: Layout) -> bool:
 
 
 def _bytes_of_buckets(network: nn.Module, config: Config, layout: Layout) -> int:
-    """Of DDP's buckets, which have the format of the weights, unless they are the gradients."""
+    """Bytes of DDP's buckets, which have the format of the weights. 0 if the buckets are the gradients."""
     is_alike = config.precision.gradients in (None, config.precision.master)
     if layout.strategy != "ddp" or (is_alike and _are_views(config, layout)):
         return 0

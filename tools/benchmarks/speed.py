@@ -45,7 +45,7 @@ WARM_UP = 5
 """Steps that are not measured: they allocate, compile, record a CUDA graph (`parallel/cuda_graph.py`), and on a GPU fill the queue."""
 
 _ALONE_TOKENS = 1 << 24
-"""Of the data of a rank that stands alone, at most. Else a file for 1,024 ranks would have gigabytes."""
+"""Most tokens of the data of a rank that stands alone. Data for all of 1,024 ranks would take gigabytes."""
 _OF_A_RUN = (
     "run.tokens", "run.init_from", "data.stages", "data.validation", "data.text", "batch.ramp", "batch.lengths", "schedule", "validation",
     "checkpoint", "log",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain.models.causal_blocks import check_lengths, empty_heads, hide, product
+from pretrain.models.compiling import constant_when_compiled
 
 QUERIES = 64
 """Positions in a block. With 32 or 128, forward and backward took up to 20% longer."""
@@ -38,7 +39,7 @@ def is_faster(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
     return HAS_MKL and _threads() == 1 and SHORTEST <= length <= LONGEST and length == k_BKSG.shape[2] and width > NARROW
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _threads() -> int:
     return torch.get_num_threads()
 

@@ -1,9 +1,10 @@
-"""torch.compile without its silent fallback."""
+"""torch.compile without its silent fallback, and without its import where nothing is compiled."""
 
 from __future__ import annotations
 
 import functools
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,31 @@ def new_name(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
+_put_off: list[Callable[[], None]] = []
+"""What the compiler is told before it compiles anything. Importing it takes as long as importing torch, and most tools never compile."""
+
+
+def constant_when_compiled(function: Callable) -> Callable:
+    """`torch.compiler.assume_constant_result`: compiled code keeps the result of the first call."""
+    _put_off.append(lambda: torch.compiler.assume_constant_result(function))
+    return function
+
+
+def never_compiled(function: Callable) -> Callable:
+    """`torch.compiler.disable`: compiled code calls this function or method as it is.
+
+    That makes another function, which takes its name in its module or class. What should be compiled calls it by that name, and does not import it alone.
+    """
+
+    def replace() -> None:
+        *classes, name = function.__qualname__.split(".")
+        owner = functools.reduce(getattr, classes, sys.modules[function.__module__])
+        setattr(owner, name, torch.compiler.disable(function))
+
+    _put_off.append(replace)
+    return function
+
+
 def compile_strictly(function: Callable, remedy: str = "set parallel.compile=none", **options: Any) -> Callable:
     """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
     `MOST_VERSIONS` versions. With more, torch would run it uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
@@ -38,6 +64,8 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
+        while _put_off:  # here, because a module may be imported after this function was made
+            _put_off.pop()()
         if not config.fail_on_recompile_limit_hit:  # in torch 2.13, each thread has settings of its own
             config.recompile_limit, config.fail_on_recompile_limit_hit = MOST_VERSIONS, True
             # A model of transformers holds its cast weights in its modules while they compute. Backward need not see that again.

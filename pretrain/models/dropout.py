@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.model_schema import Model
+from pretrain.models.compiling import constant_when_compiled
 
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as an int64: what positions are apart
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)  # splitmix64
@@ -161,7 +162,7 @@ def _finalise(z: Tensor) -> Tensor:
     return z ^ (z >> 31)
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot trace it
+@constant_when_compiled  # a compiler cannot trace it
 def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -172,7 +173,7 @@ def position_steps(length: int, device: torch.device) -> Tensor:
     return (high[: -(-length // _TABLE), None] + low).flatten()[:length]
 
 
-@torch.compiler.assume_constant_result  # compiled for a GPU, a product with a position would be made in 32 bits
+@constant_when_compiled  # compiled for a GPU, a product with a position would be made in 32 bits
 def _multiples(device: torch.device) -> Tensor:
     """Numbers of positions 0, `_TABLE`, 2 `_TABLE`, ... and of 0, 1, 2, ..., int64 [2, _TABLE]. Their sums are those of all positions up to `_TABLE` squared."""
     return _multiplied(device)
@@ -184,7 +185,7 @@ def _multiplied(device: torch.device) -> Tensor:
     return torch.from_numpy(positions * np.int64(_STEP)).to(device)
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot trace the hash
+@constant_when_compiled  # a compiler cannot trace the hash
 def _columns(count: int, device: torch.device) -> Tensor:
     """A random number per pair of components, int32."""
     return _drawn_columns(count, device)

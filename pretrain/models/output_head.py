@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from pretrain.models.compiling import never_compiled
 from pretrain.models.layers import copy_at_hand
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, VocabularyShard, finish_logits, loss_dtype
 from pretrain.models.loss_chunks import compiled, logit_chunks, scale_in_place, times_in
@@ -31,7 +32,7 @@ def fused_losses(
     return fused_losses_and_entropy(x_BTD, weight_VD, targets_BT, options, weights_B).objective_B
 
 
-@torch.compiler.disable
+@never_compiled
 def fused_losses_and_entropy(
     x_BTD: Tensor,
     weight_VD: Tensor,

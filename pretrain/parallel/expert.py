@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
+from pretrain.models.compiling import never_compiled
 from pretrain.models.experts import Experts, permute
 from pretrain.parallel.collectives import extend
 
@@ -115,7 +116,7 @@ class OwnExperts:
 
     ranks: ExpertAxis
 
-    @torch.compiler.disable  # sizes that change in every step
+    @never_compiled  # sizes that change in every step
     def forward(self, x_RD: Tensor, experts_R: Tensor) -> Tensor:
         """Each row through its expert; `experts_R` says which, and is sorted."""
         group, own = self.ranks.group, self.ranks.own(len(self.up))

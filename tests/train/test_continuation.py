@@ -254,7 +254,11 @@ def imported_after_training(config_file: str) -> list[str]:
 
     code = (
         "import sys, pretrain\nassert 'torch' not in sys.modules\n"
-        f"from pretrain.run import main\nassert main(['--config', {config_file!r}, 'run.steps=5', 'schedule.warmup_steps=0']) == 0\n"
+        f"from pretrain.run import main\nargs = ['--config', {config_file!r}, 'run.steps=5', 'schedule.warmup_steps=0']\n"
+        "assert main([*args, '--check']) == 0\n"
+        "import pretrain.huggingface.open_model, pretrain.models.generate, pretrain.evaluation.scores\n"
+        "assert 'torch._dynamo' not in sys.modules, 'a tool that compiles nothing would take seconds longer to start'\n"
+        "assert main(args) == 0\n"
         "print('imported', *sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

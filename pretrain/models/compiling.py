@@ -26,13 +26,13 @@ def new_name(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
+# `torch.compiler.disable` and `assume_constant_result` import the compiler. That takes as long as importing torch, and most tools never compile.
 _put_off: list[Callable[[], None]] = []
-"""What the compiler is told before it compiles anything. Importing it takes as long as importing torch, and most tools never compile."""
 
 
 def constant_when_compiled(function: Callable) -> Callable:
     """`torch.compiler.assume_constant_result`: compiled code keeps the result of the first call."""
-    _put_off.append(lambda: torch.compiler.assume_constant_result(function))
+    function._dynamo_marked_constant = True  # all that torch's does, which a test holds
     return function
 
 

@@ -28,7 +28,7 @@ _OURS = ("causal_attention", "causal_attention_fp32", "multiply_rows")
 its scores with it, which are the largest tensors of all. A network without experts has no `multiply_rows`."""
 
 
-def prepare_blocks(network: nn.Module, config: Config, backend: str = "inductor") -> None:
+def prepare_blocks(network: nn.Module, config: Config, backend: str | Callable = "inductor") -> None:
     """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says. `backend`: torch.compile's, for
     the blocks or the model; the loss is compiled by its own default only.
     """
@@ -87,7 +87,7 @@ def is_one_graph(unit: Unit) -> bool:
     return ours and traceable and not any(isinstance(p, DTensor) for m in modules for p in m.parameters(recurse=False))
 
 
-def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
+def compile_blocks(network: nn.Module, backend: str | Callable = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of each block that shares no weights.
 
     What `recompute_blocks` has changed before is compiled with its recomputation. The compiler then leaves out what backward does not need: a
@@ -110,13 +110,13 @@ def compile_loss(network: nn.Module) -> None:
             module.options = dataclasses.replace(module.options, compiled=True)
 
 
-def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
+def compile_model(network: nn.Module, backend: str | Callable = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
     torch._functorch.config.activation_memory_budget = budget
     network.forward = _compile(network.forward, [module for unit in network.units() for module in unit.modules], backend)
 
 
-def _compile(forward: Callable, modules: list[nn.Module], backend: str) -> Callable:
+def _compile(forward: Callable, modules: list[nn.Module], backend: str | Callable) -> Callable:
     """The compiled `forward`, which computes what `modules` compute. Those of them that are recomputed may not be left out of it."""
     from torch._dynamo.utils import counters
 

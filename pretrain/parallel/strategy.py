@@ -86,7 +86,7 @@ class Strategy:
         if mesh.sizes["expert"] > 1:
             self.expert_axis = importlib.import_module("pretrain.parallel.expert").ExpertAxis(mesh)
 
-    def place(self, network: nn.Module, backend: str = "inductor") -> None:
+    def place(self, network: nn.Module, backend: str | Callable = "inductor") -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights. `backend`: see `prepare_blocks`."""
         set_master_format(network, DTYPES[self.config.precision.master])
         if self.config.precision.fp8 != "none":

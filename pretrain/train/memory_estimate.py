@@ -12,7 +12,7 @@ Left out: what CUDA and NCCL take for themselves (about 1 GB), workspaces of ker
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +99,8 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     parameters = count_parameters(_network(config))
     layout = plan_layout(config, world_size, parameters, device_memory)
     stages = []
+    # Or the compiler, which compiled for another estimate before, compiles for sizes of any number, and keeps other tensors. It imports itself.
+    torch.compiler.reset()
     for stage in range(layout.pipeline):
         with stand_in(stage * (world_size // layout.pipeline), world_size) as ranks:
             stages.append(measure_rank(config, layout, ranks))
@@ -115,8 +117,6 @@ def _refuse_unknown(config: Config) -> None:
         if getattr(config.parallel, name) != only:
             given, wanted = (str(value).lower() for value in (getattr(config.parallel, name), only))
             raise ConfigError(f"parallel.{name}={given} is not known to the estimate of memory; set it to {wanted}")
-    if config.precision.fp8 != "none":
-        raise ConfigError(f"precision.fp8={config.precision.fp8} is not known to the estimate of memory; set it to none")
     if config.model.encoder.layers or config.data.pairs is not None or not family_of(config.model.family).splits:
         raise ConfigError(
             "the estimate of memory is for decoders of pretrain, without data.pairs, model.encoder and model.family=hf"
@@ -182,8 +182,18 @@ def _placed(config: Config, layout: Layout, ranks: Ranks) -> tuple[Strategy, Dec
     kind = "single" if layout.strategy == "ddp" else layout.strategy
     strategy, network = Strategy(kind, dataclasses.replace(config, parallel=parallel), mesh), _network(config)
     _attend_as_on_a_gpu(network)
-    strategy.place(network, "aot_eager_decomp_partition")
+    strategy.place(network, _cut_as_on_a_gpu)
     return strategy, network
+
+
+def _cut_as_on_a_gpu(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+    """A backend of torch.compile: inductor changes the graph and cuts it into forward and backward, and the operators then run one by one."""
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.compile_fx import compile_fx
+
+    # It would take what is on the meta device for a constant.
+    patches = {"joint_graph_constant_folding": False}
+    return compile_fx(graph, inputs, inner_compile=lambda part, inputs, **_: boxed_nop(part, inputs), config_patches=patches)
 
 
 def _micro_steps(config: Config, layout: Layout) -> int:

@@ -89,6 +89,8 @@ def slow(*values: object) -> object:
         (2, ["parallel.context=2"], 2 * 2 * 2),  # two states of random numbers for each of two stretches in each layer
         (2, [MIXTRAL, "parallel.expert=2"], 4),  # where rows of experts end, in the format of grouped products
         (2, ["parallel.pipeline=2"], 0),
+        (2, [FSDP, "precision.fp8=tensorwise"], 0),
+        slow(2, ["parallel.tensor=2", "precision.fp8=rowwise"], 0),
         slow(2, [FSDP], 0),
         slow(2, [FSDP, "parallel.reshard_after_forward=never"], 0),
         slow(2, [FSDP, "parallel.grad_sync=last"], 0),

@@ -105,6 +105,11 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
     state, manifest = _on_main(
         ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)), instead()
     )
+    if path.parent == folder and state["step"] != files.step_of(path):
+        own_name = files.directory_of(state["step"])
+        raise CheckpointError(
+            f"{path} is the checkpoint of step {state['step']}, as its state.json says; rename it to {own_name}"
+        )
     if not found.back:
         _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)

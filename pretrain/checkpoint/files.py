@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.written import identity_of_today, of_today
-from pretrain.errors import CheckpointError, UnreadableError, shown
+from pretrain.config.model_schema import Model
+from pretrain.config.written import build_section, identity_of_today, of_today
+from pretrain.errors import CheckpointError, UnreadableError, line_of, shown
 from pretrain.storage import exists, flush, sha256_of, unrepeated
 
 MANIFEST = "manifest.json"
@@ -117,6 +118,13 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
     return problem
 
 
+# What state.json says besides its numbers of steps and samples. Earlier versions, and imports, have some of it only.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "model": (dict,), "identity": (dict,), "layout": (str,), "record": (dict,), "loads": (list,), "timeline": (list,), "parent": (dict,),
+    "skipped": (int,), "skipped_in_a_row": (int,), "useful_seconds": (int, float),
+}  # fmt: skip
+
+
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """state.json of a checkpoint, with the configuration keys of this version. Raises UnreadableError, and CheckpointError for what is no state."""
     state = read_json(checkpoint / STATE)
@@ -127,11 +135,26 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{checkpoint / STATE}: {name} is {shown(state.get(name))}, not a number; choose another checkpoint"
             )
-    if isinstance(state.get("model"), dict):
+    for name, kinds in _KINDS.items():
+        if state.get(name) is not None and type(state[name]) not in kinds:
+            raise CheckpointError(
+                f"{checkpoint / STATE}: {name} is {shown(state[name])}, which no checkpoint has there; choose another checkpoint"
+            )
+    if state.get("model") is not None:
         state |= of_today({"model": state["model"]})
-    if isinstance(state.get("identity"), dict):
+    if state.get("identity") is not None:
         state["identity"] = identity_of_today(state["identity"])
     return state
+
+
+def model_of(checkpoint: Path, state: dict[str, Any]) -> Model:
+    """The shape of the model in a checkpoint with this state. Raises CheckpointError for one that this program does not know."""
+    try:
+        return build_section(Model, state["model"])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint / STATE}: `model` is not one of this version of the program ({line_of(error)}); take the version that saved it"
+        ) from error
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:

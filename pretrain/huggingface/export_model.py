@@ -23,7 +23,6 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
-from pretrain.config.written import build_section
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
@@ -76,7 +75,7 @@ def export(
     ) as seen:
         files.verify(checkpoint, seen=seen.add)
     state = files.load_state(checkpoint)
-    model = build_section(Model, state["model"])
+    model = files.model_of(checkpoint, state)
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype], averaged)

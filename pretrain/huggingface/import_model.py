@@ -29,7 +29,7 @@ from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named
 from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.progress import ByteProgress
-from pretrain.storage import refuse_existing
+from pretrain.storage import refuse_existing, rename_into_place
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"
@@ -82,9 +82,10 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         with ByteProgress("converting", source.nbytes) as done:
             reading = _EntryByEntry(source, done)
             try:
-                write_checkpoint(output, tensors, state, attachments, ALONE, reading.read)
+                write_checkpoint(Path(folder) / "checkpoint", tensors, state, attachments, ALONE, reading.read)
             except CheckpointError as error:  # it names what was being written, and the user's file is what cannot be read
                 raise reading.problem or error from error
+        rename_into_place(Path(folder) / "checkpoint", output)
     notes = source.plan.family.import_notes(source.config, source.model)
     if (directory / CHAT_FILE).is_file():
         notes = [*notes, f"{CHAT_FILE} stays where it is: training does not use it; copy it into an export that is to chat"]

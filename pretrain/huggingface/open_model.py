@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
-from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, shown
 from pretrain.huggingface.directory import HfDirectory, read_config
@@ -129,7 +128,7 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.resolve(path)[-1]
     files.verify(checkpoint)
-    model = build_section(Model, files.load_state(checkpoint)["model"])
+    model = files.model_of(checkpoint, files.load_state(checkpoint))
     weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
     return model, weights if cast is None else {name: cast(name, tensor) for name, tensor in weights.items()}, checkpoint
 

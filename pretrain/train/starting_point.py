@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
-from pretrain.checkpoint.files import complete_checkpoints, resolve
+from pretrain.checkpoint.files import complete_checkpoints, model_of, resolve
 from pretrain.checkpoint.payload import Payload
-from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
 from pretrain.config.schema import Config
-from pretrain.config.written import build_section, of_today
+from pretrain.config.written import of_today
 from pretrain.data.sources import batch_schedule
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.joining import Meeting
@@ -120,6 +119,10 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
     config, state, path = plan.config, choice.state, choice.path
     if not Payload(path).names("optim."):
         raise CheckpointError(f"{path} has weights only and cannot be resumed; use run.init_from={path} for a new run")
+    if state.get("identity") is None or state.get("layout") is None:
+        raise CheckpointError(
+            f"{path} does not say which run it is of, so it cannot be resumed; use run.init_from={path} for a new run"
+        )
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps} is below the step {state['step']} of {path}; raise it, or choose another run.name"
@@ -170,7 +173,7 @@ def _refuse_streamed_text(holder: Path, identity: dict[str, Any], remedy: str) -
 
 
 def _judge_weights(plan: Plan, source: Choice) -> None:
-    own, theirs = plan.config.model, build_section(Model, source.state["model"])
+    own, theirs = plan.config.model, model_of(source.path, source.state)
     telling = {f"model.{name}" for model in (own, theirs) for name in family_of(model.family).smallest_section(model)}
     check_model(source.path, model_identity(source.state["model"]), model_identity(dataclasses.asdict(own)), telling)
     tokenizer = source.path / "tokenizer"

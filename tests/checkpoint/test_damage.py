@@ -117,6 +117,39 @@ def test_a_state_without_its_numbers_is_an_error_in_one_line(run, name, value):
         files.load_state(newest(run))
 
 
+def rewrite_state(checkpoint: Path, change) -> None:
+    """Change state.json, and the manifest with it."""
+    content = json.loads((checkpoint / "state.json").read_text())
+    change(content)
+    (checkpoint / "state.json").write_text(json.dumps(content))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.json"] = files.describe_file(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda state: state.update(identity=5), "identity is 5, which no checkpoint has there"),
+    (lambda state: state.update(record=1.5), "record is 1.5, which no checkpoint has there"),
+    (lambda state: state.update(useful_seconds="9"), "useful_seconds is '9', which no checkpoint has there"),
+    (lambda state: state.pop("identity"), "does not say which run it is of, so it cannot be resumed; use run.init_from="),
+    (lambda state: state.update(step=10), "step-00000015 is the checkpoint of step 10, as its state.json says; rename it to step-00000010"),
+])  # fmt: skip
+def test_a_state_that_no_run_has_written_is_an_error_in_one_line(pool, config_file, run, change, said):
+    """Each but the last ended a start in a traceback. With the last, the run went on from step 10 in the name of step 15."""
+    rewrite_state(newest(run), change)
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=20", "schedule.name=constant", f"run.resume={newest(run)}")
+    assert code == 1 and said in printed and "Traceback" not in printed
+
+
+def test_a_model_of_a_later_version_is_an_error_in_one_line(pool, config_file, run, capsys):
+    rewrite_state(newest(run), lambda state: state["model"].update(tomorrow=1))
+    said = "`model` is not one of this version of the program (KeyError: 'tomorrow')"
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=other", f"run.init_from={newest(run)}")
+    assert code == 1 and said in printed and "Traceback" not in printed
+    assert tool("convert_checkpoint").main(["to-hf", "--checkpoint", str(run), "--output", str(run.parent / "exported")]) == 1
+    assert said in capsys.readouterr().err
+
+
 class Bomb:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -12,11 +12,12 @@ import torch
 from converting import SMALL, edit_config, edit_weights, files_of, refused, write
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint import save
+from pretrain.checkpoint import files, save
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
 from pretrain.huggingface import export_model, verification
+from pretrain.huggingface.directory import HfDirectory
 from pretrain.huggingface.export_model import export
 from pretrain.huggingface.import_model import import_model
 from pretrain.models.families import complete
@@ -322,6 +323,31 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
     assert os.listdir(tmp_path) == []
+
+
+def test_an_import_that_is_interrupted_leaves_nothing_behind(exported, tmp_path, monkeypatch):
+    """Ctrl-C left a hidden directory as large as what was written."""
+    read, entries = HfDirectory.read, []
+
+    def interrupted(self, line):
+        entries.append(line)
+        if len(entries) == 5:
+            raise KeyboardInterrupt
+        return read(self, line)
+
+    monkeypatch.setattr(HfDirectory, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        import_model(exported, tmp_path / "imported")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_output_is_taken_by_both_directions(run, exported, tmp_path):
+    """An import set an empty directory aside, as `abandoned-imported`, and said that it was of another time line."""
+    for name, make in (("exported", lambda out: export(run, out)), ("imported", lambda out: import_model(exported, out))):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["exported", "imported"]
+    files.verify(tmp_path / "imported")
 
 
 # ---- hostile files ----------------------------------------------------------------------------------------------------

@@ -177,6 +177,17 @@ def yarn(**changes) -> dict:
         ),
         ("qwen2.5-0.5b", {"rotary_emb_base": 2e4}, "rotary_emb_base=20000.0 contradicts rope_theta, 1000000.0"),
         ("glm4-9b", {"rotary_pct": 0.25}, "rotary_pct=0.25 contradicts partial_rotary_factor, 0.5"),
+        # transformers reads these two for GPT-NeoX alone
+        ("llama2-7b", {"rotary_emb_base": 2e4}, "rotary_emb_base=20000.0 is not known for llama"),
+        ("glm4-9b", {"rotary_pct": 0.5}, "rotary_pct=0.5 is not known for glm4"),
+        ("mixtral-8x7b", {"sliding_window": 0}, "sliding_window=0 lets no token see another one"),
+        ("starcoder2-3b", {"sliding_window": 0}, "write null for no window"),
+        ("mistral-7b-v0.1", {"sliding_window": 0}, "write null for no window"),
+        ("qwen2.5-0.5b", {"use_sliding_window": True, "sliding_window": 0}, "write null for no window"),
+        ("gemma2-2b", {"sliding_window": 0}, "write null for no window"),
+        ("gemma2-2b", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0 leaves nothing of what it caps"),
+        ("gemma3-1b", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0 leaves nothing of what it caps"),
+        ("olmo3-7b", {"rope_local_base_freq": 1e4}, "rope_local_base_freq=10000.0 contradicts what transformers takes, which does not read it"),
         (
             "qwen2.5-0.5b",
             {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}},
@@ -237,6 +248,7 @@ def test_null_where_transformers_takes_it_for_false_is_false():
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
+        ("qwen2.5-0.5b", {"use_sliding_window": False, "sliding_window": 0}),
         ("gpt2-124m", {"n_special": 0, "predict_special_tokens": True, "output_past": True}),
         ("qwen3-0.6b", {"_attn_implementation_autoset": True, "tokenizer_class": "Qwen2Tokenizer"}),
         ("pythia-160m", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),

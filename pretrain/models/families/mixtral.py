@@ -13,6 +13,7 @@ from pretrain.models.families.declare.common import (
 )
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import AS_LLAMA, switches
+from pretrain.models.families.declare.windows import width_of
 
 MIXTRAL = Family(
     name="mixtral",
@@ -22,7 +23,7 @@ MIXTRAL = Family(
         *sizes(kv_heads=8, length=131072),
         eps(1e-5),
         tied(False),
-        Field("attention.window", "sliding_window", None, lambda n, model: n or None, lambda n, config: n or 0),
+        Field("attention.window", "sliding_window", None, lambda n, model: n or None, width_of),
         Field("experts.count", "num_local_experts", 8),
         Field("experts.active", "num_experts_per_tok", 2),
     ),

@@ -15,6 +15,7 @@ from pretrain.models.families.declare.common import (
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import scalings, switches
 from pretrain.models.families.declare.weights import entry
+from pretrain.models.families.declare.windows import width_of
 
 _MODULES = {
     "norm": "model.norm",
@@ -35,7 +36,7 @@ STARCODER2 = Family(
         eps(1e-5, "norm_epsilon"),
         tied(True),
         *biases("use_bias", True),
-        Field("attention.window", "sliding_window", None, lambda n, model: n or None, lambda n, config: n or 0),
+        Field("attention.window", "sliding_window", None, lambda n, model: n or None, width_of),
     ),
     weights=(
         *(line for line in ENDS if line.ours != ("norm.weight",)),

@@ -97,8 +97,14 @@ def refuse_uneven_heads(model: Model) -> str | None:
 
 
 def capped(ours: str, theirs: str, default: float | None) -> Field:
-    """A soft-cap: none is null there and 0 here."""
-    return Field(ours, theirs, default, lambda cap, model: cap or None, lambda cap, config: 0.0 if cap is None else cap)
+    """A soft-cap: none is null there and 0 here. transformers divides by a 0."""
+
+    def back(cap: Any, config: dict[str, Any]) -> Any:
+        if cap == 0 and not isinstance(cap, bool):
+            raise ConfigError(f"config.json: {theirs}=0 leaves nothing of what it caps in transformers; write null for no cap")
+        return 0.0 if cap is None else cap
+
+    return Field(ours, theirs, default, lambda cap, model: cap or None, back)
 
 
 def power(ours: str, theirs: str, default: float, exponent: float) -> Field:

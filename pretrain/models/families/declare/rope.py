@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
 
-ROPE_FIELDS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
-               "rotary_emb_base", "original_max_position_embeddings"}  # fmt: skip
+# Not rotary_pct and rotary_emb_base, which transformers reads for GPT-NeoX alone: that family declares them.
+ROPE_FIELDS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
+               "original_max_position_embeddings"}  # fmt: skip
 
 # Our key -> their field, of the parameters of each kind of scaling.
 SCALING: dict[str, dict[str, str]] = {
@@ -132,7 +133,9 @@ def rope_from_hf(
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
         _check_by_layer_type((parameters, scaling, local), ours, family, theta if local_theta is None else None)
-        ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
+        # Where the older files of a family name one base, transformers reads no other beside rope_parameters.
+        local_base = None if local_theta is None else config.get("rope_local_base_freq", local_theta)
+        ours |= _local(local, ours, {**config, "rope_local_base_freq": local_base}, family)
     groups = {"rope_parameters": {*parameters, *(["rope_local_base_freq"] if local else [])}, "rope_scaling": set(scaling)}
     _check_beside(written, ours, groups)
     return {f"rope.{name}": value for name, value in ours.items()}
@@ -182,7 +185,8 @@ def _check_beside(config: dict[str, Any], ours: dict[str, Any], groups: dict[str
             continue
         inside = [f"that of {group}" for group, said in groups.items() if name_in_hf(name) in said]
         beside = [other for other, same in _BESIDE.items() if same == name and other != field and config.get(other) is not None]
-        raise ConfigError(f"config.json: {field}={shown(value)} contradicts {[*inside, *beside][0]}, {ours[name]}")
+        other = [*inside, *beside, "what transformers takes, which does not read it here"][0]
+        raise ConfigError(f"config.json: {field}={shown(value)} contradicts {other}, {ours[name]}")
 
 
 def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,17 @@ def layer_types(model: Model) -> list[str]:
     return ["sliding_attention" if local else "full_attention" for local in has_windows(model)]
 
 
+def width_of(value: Any, config: dict[str, Any]) -> Any:
+    """`back` of `sliding_window`: null is no window. transformers takes 0 for one in which a token sees nothing, not even itself."""
+    types = config.get("layer_types")
+    has_none = isinstance(types, list) and "sliding_attention" not in types
+    if value == 0 and not isinstance(value, bool) and not has_none:
+        raise ConfigError(
+            "config.json: sliding_window=0 lets no token see another one, nor itself, in transformers; write null for no window"
+        )
+    return 0 if value is None else value
+
+
 def windows(
     width: int | None,
     has: Callable[[int, dict[str, Any]], bool] = lambda layer, config: True,
@@ -35,7 +46,7 @@ def windows(
         flag = config.get("use_sliding_window", False) if switched else True
         if not isinstance(flag, bool):
             raise ConfigError(f"config.json: use_sliding_window={shown(flag)} is not supported: expected true or false")
-        return 0 if value is None or not flag else value
+        return width_of(value, config) if flag else 0
 
     def write(window: int, model: Model) -> int | None:
         return window or (model.max_sequence_length if needed else None)

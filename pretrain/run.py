@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,9 +117,12 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
                 else train(config, Extensions(callbacks, sinks))
             )
     except ConfigError as error:
-        if error.key is None or error.key not in origins:
+        # Two values that cannot go together: the message begins with the first of them, `model.dim=33 is not ...`.
+        begins = re.match(r"[a-z_]+(?:\.\w+)+(?==)", str(error))
+        key = error.key or (begins and begins[0])
+        if key is None or key not in origins:
             raise
-        raise ConfigError(f"{origins[error.key]}: {error}", error.key) from error
+        raise ConfigError(f"{origins[key]}: {error}", key) from error
 
 
 if __name__ == "__main__":

@@ -25,21 +25,26 @@ def watch(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    from pretrain.observe.followed_log import FollowedLog
+    from pretrain.observe.metrics import METRICS_FILE
     from pretrain.observe.watch import page
 
-    console = Console()
+    console, log = Console(), FollowedLog(arguments.run / METRICS_FILE)
     if arguments.once:
         console.print(page(arguments.run, console.width))
         return
     try:
         with Live(
-            page(arguments.run, console.width, console.height), console=console, screen=console.is_terminal, auto_refresh=False
+            page(arguments.run, console.width, console.height, log),
+            console=console,
+            screen=console.is_terminal,
+            auto_refresh=False,
         ) as live:
             while True:
                 time.sleep(arguments.seconds)
-                live.update(page(arguments.run, console.width, console.height), refresh=True)
+                live.update(page(arguments.run, console.width, console.height, log), refresh=True)
     except KeyboardInterrupt:
-        console.print(page(arguments.run, console.width))
+        console.print(page(arguments.run, console.width, log=log))
 
 
 if __name__ == "__main__":

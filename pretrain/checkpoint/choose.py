@@ -76,7 +76,7 @@ def choose_checkpoint(
 
 def choose_weights(path: Path, ranks: Ranks, content: bool = True) -> Choice:
     """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
-    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path))))
+    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path, "run.init_from"))))
     return _choose_intact(found, None, ranks, content)
 
 
@@ -180,7 +180,7 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
     if not (own and _went_back(own[-1], folder, path)):
         _refuse_inside(folder, own, path)
     if not own:
-        return _Candidates(tuple(files.resolve(path)))
+        return _Candidates(tuple(files.resolve(path, "run.resume")))
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
 

@@ -47,8 +47,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _named(folder) if exists(path / MANIFEST)]
 
 
-def resolve(path: Path) -> list[Path]:
-    """The checkpoints that a path means, best last: the directory itself, or those of a run directory.
+def resolve(path: Path, key: str | None = None) -> list[Path]:
+    """The checkpoints that a path means, best last: the directory itself, or those of a run directory. `key`: the setting it came from.
 
     Raises CheckpointError when there is no checkpoint.
     """
@@ -62,7 +62,7 @@ def resolve(path: Path) -> list[Path]:
         )
     if not found:
         reason = "does not exist" if not path.exists() else "is neither a complete checkpoint nor a run directory with one"
-        raise CheckpointError(f"{path}: {reason}")
+        raise CheckpointError(f"{f'{key}=' if key else ''}{path}: {reason}")
     return found
 
 

@@ -43,8 +43,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _EITHER: ("batch_size",),
     _GLOBAL: ("global_batch_size", "train_batch_size", "total_batch_size", "global_train_batch_size"),
     _renamed("optim.lr"): ("learning_rate", "max_lr", "peak_lr"),
-    _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps"),
-    _renamed("run.tokens"): ("total_tokens", "train_tokens", "num_tokens", "max_train_tokens", "training_tokens"),
+    _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps", "training.steps", "train.steps"),
+    _renamed("run.tokens"): ("total_tokens", "train_tokens", "num_tokens", "max_train_tokens", "training_tokens", "max_tokens"),
     _EPOCHS: ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
     _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast"),
     _FP16: ("fp16", "half"),
@@ -62,10 +62,11 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),
     _renamed("schedule.decay_steps"): ("lr_wsd_decay_iters",),
     _DECAY: ("lr_decay_steps", "lr_decay_iters"),
-    _MIN_LR: ("min_lr", "min_lr_ratio", "lr_min_ratio", "final_lr_frac"),
+    _MIN_LR: ("min_lr", "min_lr_ratio", "lr_min_ratio", "final_lr_frac", "min_lr_factor"),
     _renamed("optim.clip"): ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip_val", "grad_clip_norm"),
     _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),
     _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
+    "the shape of a model is a file of configs/models (include: it), and its kind is model.family": ("model.name", "model.flavor", "model_name"),
     _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
     _renamed("optim.groups"): ("param_groups", "parameter_groups", "group_overrides", "lr_mult", "no_decay"),
     _renamed("optim.ema_decay"): ("ema", "use_ema", "ema_update_rate", "model_ema_decay"),
@@ -111,11 +112,13 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)": ("init_from",),
     _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir"),
     _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),
-    _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval"),
+    _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval", "checkpoint.interval"),
     _renamed("checkpoint.keep_last"): ("save_total_limit", "keep_latest_k"),
-    "it is validation.sequences here: samples per validation source, not batches": ("eval_iters",),
-    _renamed("validation.every_steps"): ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
-    _renamed("log.every_steps"): ("logging_steps", "log_interval", "log_every", "log_every_n_steps"),
+    "it is validation.sequences here: samples per validation source, not batches": ("eval_iters", "eval.max_iters", "validation.steps"),
+    _renamed("validation.every_steps"): (
+        "eval_steps", "eval_interval", "eval_every", "val_check_interval", "eval.interval", "eval.every_steps", "validation.freq",
+    ),
+    _renamed("log.every_steps"): ("logging_steps", "log_interval", "log_every", "log_every_n_steps", "log_freq"),
 }  # fmt: skip
 
 ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names}
@@ -137,15 +140,29 @@ def to_markdown() -> str:
     )
 
 
-def answer_to(name: str) -> str | None:
-    """What a name of another tool means here; None for a name that none of them has."""
-    return ANSWERS.get(name.lower().replace("-", "_"))
+def answer_to(path: str) -> str | None:
+    """What a name of another tool, or the dotted path of one, means here; None for a name that none of them has."""
+    section, _, name = path.lower().replace("-", "_").rpartition(".")
+    return ANSWERS.get(f"{section.rpartition('.')[2]}.{name}") or ANSWERS.get(name)
 
 
 _VALUES = {
-    "run.resume": dict.fromkeys(
-        ("latest", "last", "True"), "a run goes on from its newest checkpoint by auto, the default; by required, or not at all"
-    ),
+    "run.resume": {
+        **dict.fromkeys(
+            ("latest", "last", "True", "true", "yes"),
+            "a run goes on from its newest checkpoint by auto, the default, or by required",
+        ),
+        **dict.fromkeys(
+            ("False", "false", "no", "none", "None"), "never refuses a run that has checkpoints; a new run has another run.name"
+        ),
+        **{word: f"it is written {word.lower()}" for word in ("Auto", "AUTO", "Never", "NEVER", "Required", "REQUIRED")},
+    },
+    "run.device": {
+        **dict.fromkeys(("gpu", "GPU"), "a GPU is written cuda"),
+        "cuda:0": "the launcher gives each rank its GPU; CUDA_VISIBLE_DEVICES=0 in the environment chooses one",
+        "mps": "Apple's GPUs are not supported; write cpu",
+    },
+    "optim.clip": dict.fromkeys(("none", "None", "False"), "0 does not clip"),
     "precision.compute": {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),

@@ -93,7 +93,10 @@ def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin
     if _is_interpolation(values) and not resolved:
         return
     if not isinstance(values, dict):
-        raise ConfigError(f"{place}: {path} is a section with keys ({', '.join(names_of(kind))}), got {_shown(values)}")
+        keys = ", ".join(names_of(kind))
+        raise ConfigError(
+            f"{place}: {path} is a section with keys ({keys}), got {_shown(values)}{_section_advice(kind, values, path)}"
+        )
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for name, value in values.items():
@@ -131,24 +134,75 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     """The value in the type of its key. Nothing is guessed: `yes` is not a bool, and 1.5 is not an int."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
     for item in _items(value):
-        if isinstance(item, str) and item.startswith("~/") and "prompt" not in full:
-            raise ConfigError(f"{where}: ~ would be the name of a folder here; write {os.path.expanduser(item)}")
-        if isinstance(item, str) and (item == "???" or "${" in item):
-            raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a str")
-        if isinstance(item, str) and ("\0" in item or any("\ud800" <= sign <= "\udfff" for sign in item)):
-            raise ConfigError(f"{full}={item!r}: has a character that is not allowed in file names and texts")
-        if describe_type(hint) != describe_type(str) and isinstance(item, str):
-            _check_number_text(item, hint, where)
+        if isinstance(item, str):
+            _check_text(item, hint, full, where)
     try:
         value = _converted(hint, value, full, origins)
     except ValueError:
         meant = " (true or false)" if hint is bool else ""
-        raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{value_advice(full, value)}") from None
+        advice = value_advice(full, value) or _type_advice(hint, value)
+        raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{advice}") from None
+    if hint is str and (advice := value_advice(full, value)):
+        raise ConfigError(f"{where}: not a value of this key{advice}; a path is written ./{value}")
     if limits.get("rest") and value == -1:
         return None if type(None) in typing.get_args(hint) else -1
     for item in _items(value):
         check_range(limits, item, where)
     return value
+
+
+def _check_text(text: str, hint: Any, full: str, where: str) -> None:
+    """Raise ConfigError for a text that would be read as something else than what was meant."""
+    if "prompt" not in full:
+        if text.startswith("~/"):
+            raise ConfigError(f"{where}: ~ would be the name of a folder here; write {os.path.expanduser(text)}")
+        if variable := re.match(r"\$[A-Za-z_]\w*(?=/|$)", text):
+            raise ConfigError(f"{where}: {variable[0]} would be the name of a folder here; write what it stands for")
+    if text == "???" or "${" in text:
+        raise ConfigError(f"{where}: {text!r} has a meaning of its own here and cannot be part of a str")
+    if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise ConfigError(f"{full}={text!r}: has a character that is not allowed in file names and texts")
+    if describe_type(hint) != describe_type(str):
+        _check_number_text(text, hint, where)
+
+
+def _type_advice(hint: Any, value: Any) -> str:
+    """What may have been meant by a value of another type, to be added to a message; empty if nothing comes to mind."""
+    kinds = (hint, *typing.get_args(hint))
+    if isinstance(value, str) and {int, float} & set(kinds):
+        with contextlib.suppress(ValueError):
+            float(value)
+            return "; write the number without quotes"
+    if isinstance(value, str) and (words := [word for kind in kinds for word in _words(kind)]):
+        same = [word for word in words if word.lower() == value.lower()]
+        near = same or difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.7)
+        return f"; the nearest of these is {near[0]}" if near else ""
+    if any(typing.get_origin(kind) in (list, tuple) for kind in kinds) and isinstance(value, (str, int, float)):
+        return f"; a list is written in brackets: [{value}]"
+    return ""
+
+
+def _words(hint: Any) -> list[str]:
+    """The words that a key takes."""
+    return (
+        [word for word in typing.get_args(hint) if isinstance(word, str)] if typing.get_origin(hint) is typing.Literal else []
+    )
+
+
+def _section_advice(kind: type, value: Any, path: str) -> str:
+    """What may have been meant by a value in a section's place, to be added to a message; empty if nothing comes to mind."""
+    if value is None:
+        return "; give it a key, or remove it"
+    if not isinstance(value, str):
+        return ""
+    if (written := re.match(r"(\w+)\s*[:=]\s*(\S.*)", value)) and written[1] in names_of(kind):
+        return f"; YAML wants a space after a colon: {written[1]}: {written[2]}"
+    for name, hint in typing.get_type_hints(kind).items():
+        kinds = (hint, *typing.get_args(hint))
+        if str in kinds or any(value in _words(kind) for kind in kinds):
+            in_list = path.rpartition(".")[2].isdigit()
+            return f"; write {{{name}: {value}}}" if in_list else f"; the key for that is {path}.{name}"
+    return ""
 
 
 def _items(value: Any) -> list[Any]:
@@ -235,17 +289,19 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
         return f"{origin_of(full, origins)}: {full} is no key any more: {REMOVED[full]}"
     if full in RENAMED:
         return f"{origin_of(full, origins)}: {full} is called {RENAMED[full]} now; rename it"
-    # A section that other tools have, such as `train`, is answered by what is in it.
-    for path in [full, *(path for path in origins if path.startswith(f"{full}."))]:
-        if answer := answer_to(path.rpartition(".")[2]):
-            return f"{origin_of(path, origins)}: unknown key {path}; {answer}"
+    if answer := _foreign_answer(full, names_of(kind), origins):
+        return answer
     if ":" in name:
         return f"{origin_of(full, origins)}: unknown key {full}; YAML wants a space after a colon: {name.replace(':', ': ', 1)}"
+    if full in _all_paths(Config) and "." in name:
+        *sections, last = name.split(".")
+        nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ...{'}' * len(sections)}"
+        return f"{origin_of(full, origins)}: unknown key {full}; a key in a file has no dots: write {nested}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
-    section = full.rpartition(".")[0]
+    section = full.removesuffix(name).removesuffix(".")
     in_list = any(part.isdigit() for part in full.split("."))  # whose keys are nowhere else
     longer = [own for own in names_of(kind) if in_list and own.startswith(f"{name}_")]
-    elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]
+    elsewhere = _paths_named(name)
     if len(longer) == 1:
         hint = f"the nearest valid name is {section + '.' if section else ''}{longer[0]}"
     elif elsewhere:
@@ -255,6 +311,27 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
     else:
         hint = f"valid names here: {', '.join(names_of(kind))}"
     return f"{origin_of(full, origins)}: unknown key {full}; {hint}"
+
+
+def _foreign_answer(full: str, known: list[str], origins: dict[str, Origin]) -> str | None:
+    """The message about a name of another tool; None if it is no such name, or a slip of one of the `known` names.
+
+    A section that other tools have, such as `train` or `optimizer`, is answered by what is in it, if that has an answer.
+    """
+    within = [path for path in origins if path.startswith(f"{full}.")]
+    answers = [(path, answer_to(path)) for path in within]
+    is_slip = answer_to(full) is None and difflib.get_close_matches(full, known, n=1, cutoff=0.75)
+    if not is_slip:
+        ours = [(path, _paths_named(path.rpartition(".")[2])) for path in within]
+        answers += [(path, f"the nearest valid name is {paths[0]}") for path, paths in ours if len(paths) == 1]
+    for path, answer in [*answers, (full, answer_to(full))]:
+        if answer:
+            return f"{origin_of(path, origins)}: unknown key {path}; {answer}"
+    return None
+
+
+def _paths_named(name: str) -> list[str]:
+    return [path for path in _all_paths(Config) if path.rpartition(".")[2] == name]
 
 
 def names_of(kind: type) -> list[str]:

@@ -144,12 +144,21 @@ def _parse(text: str, place: str) -> Tree:
         return tree
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem += next((f"; {advice}" for part, advice in _YAML_ADVICE.items() if part in problem), "")
         raise ConfigError(f"{_at(getattr(error, 'problem_mark', None), place)}: not valid YAML: {problem}") from error
     except RecursionError as error:
         raise ConfigError(f"{place}: brackets or sections are nested too deeply; write fewer inside each other") from error
     finally:
         if loader:
             loader.dispose()
+
+
+_YAML_ADVICE = {
+    "'\\t' that cannot start": "indent with spaces, not with tabs",
+    "found another document": "a configuration is one document: remove the line `---` in it",
+    "could not determine a constructor": "values have no tags (!...) here",
+    "mapping values are not allowed here": "lines of a section begin in one column, and a text with ': ' is quoted",
+}
 
 
 def _at(mark: yaml.Mark | None, place: str) -> str:
@@ -213,7 +222,7 @@ def apply_override(tree: Tree, override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, e.g. optim.lr=1e-3")
-    if re.search(r"\s#", text) and not re.search(r"['\"]", text):
+    if _has_comment(text):
         raise ConfigError(
             f"{COMMAND_LINE}: {override!r}: YAML takes what follows ' #' for a comment; quote the value: {path}='\"...\"'"
         )
@@ -223,6 +232,16 @@ def apply_override(tree: Tree, override: str) -> None:
     target, name = _target(tree.values, path, override)
     _put(target, name, parsed.values[path], path, tree.origins)
     tree.origins |= {full: Origin(COMMAND_LINE, origin.section, origin.text) for full, origin in parsed.origins.items()}
+
+
+def _has_comment(text: str) -> bool:
+    """Whether YAML would leave out the end of a value as a comment."""
+    try:
+        mapping = yaml.compose(f"x: {text}", _Loader)
+    except (yaml.YAMLError, RecursionError):
+        return False  # `_parse` says what is wrong
+    end = mapping.value[0][1].end_mark.index - len("x: ")
+    return "#" in text[max(end, 0) :]
 
 
 def _target(values: dict[str, Any], path: str, override: str) -> tuple[Any, Any]:

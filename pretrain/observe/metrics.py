@@ -221,35 +221,57 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a run's log that have a step, as written. Other lines (torn, damaged, foreign) are skipped."""
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
-            continue
-        if isinstance(found, dict) and type(found.get("step")) is int:
-            yield found
+    with path.open("rb") as file:
+        for line in file:
+            if (found := _object_of(line)) is not None:
+                yield found
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl as written. Three kinds of lines are skipped: torn ones, those in
     which a number of `StepRecord` is something else, and those that lack a number which every record has.
     """
-    fields = dataclasses.fields(StepRecord)
-    kinds = {field.name: field.type.removesuffix(" | None") for field in fields}
-    always = [field.name for field in fields if field.type == kinds[field.name]]
-    for line in read_lines(path):
-        if all(_is(value, kinds[name]) for name, value in line.items() if name in kinds) and all(
-            line.get(name) is not None for name in always
-        ):
-            yield line
+    return (line for line in read_lines(path) if _is_record(line))
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None for one that `read_records` skips."""
+    found = _object_of(line)
+    return found if found is not None and _is_record(found) else None
+
+
+_KINDS = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(StepRecord)}
+_FLOATS = {name for name, kind in _KINDS.items() if kind == "float"}
+_ALWAYS = [field.name for field in dataclasses.fields(StepRecord) if field.type == _KINDS[field.name]]
+
+
+def _is_record(line: dict[str, Any]) -> bool:
+    if any(line.get(name) is None for name in _ALWAYS):
+        return False
+    for name, value in line.items():
+        if type(value) is float and name in _FLOATS and math.isfinite(value):
+            continue  # nearly all values: a long log has ten million of them
+        if name in _KINDS and not _is(value, _KINDS[name]):
+            return False
+    return True
 
 
 def _is(value: Any, kind: str) -> bool:
     """Whether a value has a type such as `dict[str, float]`. A number may be null, where it was not finite."""
+    if isinstance(value, float):
+        return kind in ("int", "float") and math.isfinite(value)
     if kind.startswith("dict[str, "):
         return isinstance(value, dict) and all(_is(item, kind[len("dict[str, ") : -1]) for item in value.values())
     if kind in ("int", "float"):
-        return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
+        return value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63)
     return isinstance(value, list if kind.startswith("list") else str)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable
@@ -15,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pretrain.errors import DataError
-from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics, shown_number
+from pretrain.observe.followed_log import EVALUATED, FollowedLog
+from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
 from pretrain.observe.run_story import unix_seconds
 from pretrain.observe.watch_ranks import rank_parts
@@ -35,8 +37,10 @@ LIVE_STATES = ("starting", "running", "failed")
 """States in which it matters what the ranks do, or did last."""
 
 
-def page(run: Path, width: int, height: int | None = None) -> RenderableType:
+def page(run: Path, width: int, height: int | None = None, log: FollowedLog | None = None) -> RenderableType:
     """The page as it stands now, in a terminal of this size; None: as high as it takes. A low terminal shows fewer numbers.
+
+    `log`: that of the page before, which is read on; without one, it is read from its beginning.
 
     Raises DataError for a directory without a run.
     """
@@ -49,15 +53,16 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
         return Panel(Group(*parts), title=Text(str(run)), title_align="left")
     start = starts[-1]
     _check_start(start, run / STARTS_FILE)
-    records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
+    log = log or FollowedLog(run / METRICS_FILE)
+    log.look()
     steps = start["config"]["run"]["steps"]
-    above = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
+    above = [_headline(status, log), _bar(status.get("step", 0), steps, width)]
     below = [*(rank_parts(ranks, width) if status.get("state", "starting") in LIVE_STATES else ()), _place(status, start, run)]
     below += _events(run)
     numbers = []
-    if records:
+    if log.last is not None:
         room = None if height is None else height - 3 - _lines([*above, *below], width)  # the border, and the curve
-        numbers = [_numbers(records, start, width, room), _curve(records, width)]
+        numbers = [_numbers(log, start, width, room), _curve(log, width)]
     return Panel(Group(*above, *numbers, *below), title=Text(str(run)), title_align="left")
 
 
@@ -75,21 +80,18 @@ def _lines(parts: Iterable[RenderableType], width: int) -> int:
     return len(Console(width=width - 4).render_lines(Group(*parts)))
 
 
-def _headline(run: Path, status: dict[str, Any], records: list[dict[str, Any]]) -> Text:
+def _headline(status: dict[str, Any], log: FollowedLog) -> Text:
     state = status.get("state", "starting")
     colour = {"running": "green", "finished": "blue", "failed": "red"}.get(state, "yellow")
     text = Text(state, style=f"bold {colour}")
     if status.get("reason"):
         text.append(f": {status['reason']}", style="default")
     silence = time.time() - unix_seconds(status["updated"]) if "updated" in status else 0.0
-    usual = (records[-1].get("seconds") or 0.0) * max(1, _line_steps(records)) if records else 0.0
+    between = log.steps[-1] - log.steps[-2] if len(log.steps) > 1 else 1
+    usual = (log.last.get("seconds") or 0.0) * between if log.last else 0.0
     if state == "running" and silence > max(60.0, SILENT_LINES * usual):
         text.append(f"  nothing was written for {duration(silence)}: is it still alive?", style="bold red")
     return text
-
-
-def _line_steps(records: list[dict[str, Any]]) -> int:
-    return records[-1]["step"] - records[-2]["step"] if len(records) > 1 else 1
 
 
 def _bar(step: int, steps: int, width: int) -> Table:
@@ -102,12 +104,12 @@ def _bar(step: int, steps: int, width: int) -> Table:
     return row
 
 
-def _numbers(records: list[dict[str, Any]], start: dict[str, Any], width: int, rows: int | None) -> Table:
-    last, table, pairs = records[-1], Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
+def _numbers(log: FollowedLog, start: dict[str, Any], width: int, rows: int | None) -> Table:
+    last, table, pairs = log.last or {}, Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
     rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
     evaluated = {}
-    for field in ("validation", "bits_per_byte", "evaluation"):
-        measured = next((r for r in reversed(records) if field in r), None)
+    for field in EVALUATED:
+        measured = log.newest(field)
         for name, value in (measured or {field: {}})[field].items():
             evaluated[f"{field.replace('_', ' ')} {name}"] = f"{shown_number(value, '.4f')} at step {measured['step']:,}"
     cells = {
@@ -139,9 +141,9 @@ def _form(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _curve(records: list[dict[str, Any]], width: int) -> Text:
+def _curve(log: FollowedLog, width: int) -> Text:
     """The loss of the second half of the run so far, as a row of bars."""
-    half = [r["loss"] for r in records[len(records) // 2 :] if r.get("loss") is not None]
+    half = [loss for loss in log.losses[len(log.losses) // 2 :] if not math.isnan(loss)]
     room = max(10, width - 34)
     size = max(1, -(-len(half) // room))
     means = [sum(part) / len(part) for part in (half[i : i + size] for i in range(0, len(half), size))]

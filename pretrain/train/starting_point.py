@@ -83,7 +83,7 @@ def _format_begun_in(config: Config) -> str | None:
         return None
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
     if path is None and resume != "auto":
-        path = resolve(Path(resume))[-1] / "config.yaml"
+        path = resolve(Path(resume), "run.resume")[-1] / "config.yaml"
     recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
     return recorded if recorded in DTYPES else None
 

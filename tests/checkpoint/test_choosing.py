@@ -255,7 +255,7 @@ def test_a_path_that_means_another_checkpoint_on_another_rank_is_refused(pool, c
 def test_init_from_is_a_path_and_no_keyword(config_file, word):
     """run.init_from=auto trained from random weights, exit 0."""
     code, printed = run_main(str(config_file), f"run.init_from={word}", "run.steps=2")
-    assert code == 1 and f"error: {word}: does not exist" in printed
+    assert code == 1 and f"error: run.init_from={word}: does not exist" in printed
 
 
 # ---- what is damaged is set aside ---------------------------------------------------------------------------------------

@@ -67,6 +67,15 @@ def test_accumulation_is_answered_with_how_it_is_derived():
         ("eval_iters=200", "it is validation.sequences here"),
         ("dataset=openwebtext", "prepared data is listed in data.sources"),
         ("init_from=resume", "a run that has checkpoints continues by itself"),
+        ("optimizer.lr=1e-3", "unknown key optimizer.lr; the nearest valid name is optim.lr"),
+        ("optimizer.init_args.lr=1e-3", "unknown key optimizer.init_args.lr; the nearest valid name is optim.lr"),
+        ("optimizer.name=AdamW", "unknown key optimizer; it is optim.name here"),
+        ("lr_scheduler.warmup_steps=9", "the nearest valid name is schedule.warmup_steps"),
+        ("train.tie_embeddings=true", "the nearest valid name is model.tie_embeddings"),
+        ("training.steps=9", "it is run.steps here"),
+        ("eval.max_iters=9", "it is validation.sequences here"),
+        ("validation.steps=9", "it is validation.sequences here"),
+        ("model.name=llama3", "its kind is model.family"),
     ],
 )
 def test_a_name_of_another_tool_is_answered_wherever_it_is_written(written, answer):
@@ -93,11 +102,21 @@ def test_names_of_our_own_keep_their_nearest_name():
         ("precision.compute=bfloat16", "bfloat16 is written bf16"),
         ("parallel.strategy=hsdp", "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1"),
         ("optim.name=adamw_torch", "AdamW is written adamw"),
+        ("run.device=mps", "Apple's GPUs are not supported; write cpu"),
+        ("run.device=cuda:0", "CUDA_VISIBLE_DEVICES=0 in the environment chooses one"),
+        ("optim.clip=none", "0 does not clip"),
         ("precision.compute=fp8", "products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16"),
     ],
 )
 def test_a_value_of_another_tool_is_answered(written, advice):
     assert advice in refused(written)
+
+
+@pytest.mark.parametrize("word", ["no", "Never", "latest", "false"])
+def test_a_word_for_not_resuming_is_no_path(word):
+    """run.resume=no continued a run that had checkpoints: it was the path of another one, which only a run without any starts from."""
+    assert "run.resume=" in refused(f"run.resume={word}")
+    assert load_config(None, [f"run.resume=./{word}"])[0].run.resume == f"./{word}"
 
 
 @pytest.mark.parametrize("word", ["latest", "last", "true"])

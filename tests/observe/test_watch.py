@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from running import tool
 from test_report_page import write_run
 
 from pretrain.errors import DataError
+from pretrain.observe import followed_log
+from pretrain.observe.followed_log import FollowedLog
+from pretrain.observe.metrics import METRICS_FILE, read_metrics
 from pretrain.observe.watch import MOST_LOGS, page
 
 
@@ -117,3 +121,39 @@ def test_a_run_that_has_logged_nothing_yet_is_shown_and_a_folder_without_a_run_i
     assert tool("watch").main([str(run), "--once"]) == 0 and "starting" in capsys.readouterr().out
     with pytest.raises(DataError, match="no run has started there"):
         page(tmp_path, 80)
+
+
+def test_a_followed_log_holds_what_all_of_it_says_and_reads_only_what_was_added(tmp_path, monkeypatch):
+    """Each look read all lines again: of a run with 100,000, a page every 2 s took more than a core."""
+    file, draw = tmp_path / METRICS_FILE, random.Random(7)
+    log, step, parsed = FollowedLog(file), 0, []
+    own = followed_log.record_of
+    monkeypatch.setattr(followed_log, "record_of", lambda line: (parsed.append(line), own(line))[1])
+    log.look()
+    for number in range(300):
+        step = max(0, step - draw.choice([0] * 9 + [7])) + 1
+        loss = None if number % 17 == 0 else draw.random()
+        record = {"step": step, "tokens": step, "loss": loss, **({"validation": {"a": loss}} if number % 11 == 0 else {})}
+        line = (json.dumps(record) if number % 13 else '{"step": 3, "tok').encode() + b"\n"
+        for part in (line[:9], line[9:]):  # a look may come while a line is half written
+            with file.open("ab") as written:
+                written.write(part)
+            log.look()
+        known = read_metrics(tmp_path)
+        assert list(log.steps) == [r["step"] for r in known] and log.last == (known[-1] if known else None)
+        assert log.newest("validation") == next(
+            ({"step": r["step"], "validation": r["validation"]} for r in reversed(known) if "validation" in r), None
+        )
+    assert len(parsed) == 300
+    file.write_text('{"step": 1, "tokens": 2}\n')  # shorter: the run was begun anew
+    log.look()
+    assert list(log.steps) == [1] and log.newest("validation") is None
+
+
+def test_a_number_beyond_all_floats_is_no_record(run):
+    """The log of metrics with such a line ended the page with an OverflowError."""
+    write_status(run, updated=now())
+    before = shown(run)
+    with (run / METRICS_FILE).open("a") as file:
+        file.write('{"step": 1' + 400 * "0" + ', "tokens": 1}\n')
+    assert "step 100 of 200" in shown(run) and shown(run).count("\n") == before.count("\n")

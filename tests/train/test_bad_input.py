@@ -78,7 +78,7 @@ def test_a_check_of_absent_data_says_what_else_is_wrong(pool, config_file):
     sharded = "parallel.strategy=single", "parallel.shard=2"
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT, *sharded)
     first, second = printed.splitlines()
-    assert code == 2 and "/nowhere" in first and second.startswith("error: parallel.strategy=single cannot shard")
+    assert code == 2 and "/nowhere" in first and second.startswith("error: command line: parallel.strategy=single cannot shard")
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "data.sources=[]", *sharded)
     assert code == 2 and "data.sources is empty" in printed and "parallel.strategy=single cannot shard" in printed
 

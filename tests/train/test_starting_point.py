@@ -358,8 +358,8 @@ def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file)
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (("run.name=new", "run.resume=nowhere"), "nowhere: does not exist"),
-    (("run.name=new", "run.init_from=nowhere"), "nowhere: does not exist"),
+    (("run.name=new", "run.resume=nowhere"), "run.resume=nowhere: does not exist"),
+    (("run.name=new", "run.init_from=nowhere"), "run.init_from=nowhere: does not exist"),
     (("run.name=new", "run.resume=required"), "run.resume=required, but"),
     (("run.resume=never",), "run.resume=never, but"),
     (("run.steps=3", "schedule.warmup_steps=1"), "run.steps=3 is below the step 4"),

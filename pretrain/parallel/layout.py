@@ -229,10 +229,12 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         )
     if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
         least = expected_world_size(config) or 2
+        alone = f"parallel.strategy=single, or parallel.{STRATEGIES[strategy].axes[-1]}=1"
+        if config.parallel.expert > 1:  # which neither of the two takes
+            alone = "parallel.expert=1" + (" and parallel.strategy=single" if config.parallel.strategy == strategy else "")
         raise LaunchError(
-            f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(least)} "
-            "(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set "
-            f"parallel.strategy=single, or parallel.{STRATEGIES[strategy].axes[-1]}=1"
+            f"{_chosen(config, strategy)} expects several processes, 1 started; start them with: {command_for(least)} "
+            f"(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set {alone}"
         )
 
 

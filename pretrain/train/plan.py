@@ -170,13 +170,13 @@ def _lay_out(
 
 
 def _check_lengths(config: Config) -> None:
-    """Raise ConfigError for rows in which no token is as far ahead as the model predicts."""
-    ahead = config.model.predict_ahead
-    for i, stage in enumerate(config.batch.lengths):
-        if stage.length <= ahead:
+    """Raise ConfigError for samples, or rows of them, in which no token is as far ahead as the model predicts."""
+    ahead, stages = config.model.predict_ahead, enumerate(config.batch.lengths)
+    lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in stages}
+    for name, length in ({"data.sequence_length": config.data.sequence_length} | lengths).items():
+        if length <= ahead:
             raise ConfigError(
-                f"batch.lengths.{i}.length={stage.length} is not above model.predict_ahead={ahead}, whose last block would have nothing to learn; "
-                "raise it"
+                f"{name}={length} is not above model.predict_ahead={ahead}, whose last block would have nothing to learn; raise it"
             )
 
 

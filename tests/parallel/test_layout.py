@@ -186,6 +186,15 @@ def test_a_parallel_strategy_with_one_process_names_the_command(monkeypatch, str
     assert f"or parallel.{axis}=1" in message
 
 
+@pytest.mark.parametrize("strategy, remedy", [("auto", ""), ("fsdp", " and parallel.strategy=single")])
+def test_one_process_for_several_expert_ranks_is_told_what_one_process_can_take(strategy, remedy):
+    experts = ["model={family: mixtral, experts: {count: 4, active: 2}}"]
+    message = refused(LaunchError, 1, *experts, f"parallel={{strategy: {strategy}, expert: 4}}")
+    assert message.startswith(f"parallel.strategy=fsdp{' (the choice of auto)' if strategy == 'auto' else ''} expects several processes")
+    assert "torchrun --nproc-per-node 4 " in message and message.endswith(f"For one process, set parallel.expert=1{remedy}")
+    assert plan(1, *experts, "parallel.strategy=single" if remedy else "parallel.strategy=auto").strategy == "single"
+
+
 def test_single_with_several_processes_is_refused():
     message = refused(LaunchError, 4, "parallel.strategy=single")
     assert "parallel.strategy=single runs in one process, but 4 were started" in message

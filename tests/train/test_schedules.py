@@ -161,6 +161,13 @@ def test_stages_of_lengths_that_cannot_be_are_refused(config_file, written, prob
     assert code == 2 and problem in printed
 
 
+def test_samples_without_a_token_as_far_ahead_as_the_model_predicts_are_refused(config_file):
+    ahead = ["model.family=custom", "model.predict_ahead=2"]
+    code, printed = run_main(str(config_file), "--check", "data.sequence_length=2", *ahead)
+    assert code == 2 and "error: data.sequence_length=2 is not above model.predict_ahead=2, whose last block would have nothing to learn; raise it" in printed
+    assert run_main(str(config_file), "--check", "data.sequence_length=3", *ahead)[0] == 0
+
+
 def test_a_stage_of_the_batch_that_changes_nothing_is_refused(config_file):
     code, printed = run_main(str(config_file), "--check", "batch.sequences=8", "batch.ramp=[{until_tokens: 64, sequences: 4}, {until_tokens: 128, sequences: 8}]")
     assert code == 2 and "batch.ramp.1 has no effect, because batch.sequences=8, which follows it, has the same size; remove it" in printed

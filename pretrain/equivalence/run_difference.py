@@ -99,6 +99,10 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
                 f"differs first at step {step}: {one:.8g} | {other:.8g} ({_relative(one, other):.2g}); most {most:.2g}",
                 step,
             )
+    for number, story in enumerate(stories):
+        own = {name.partition("/")[0] for pair in numbers for name in pair[1 + number]}
+        for name in sorted(own - {name.partition("/")[0] for pair in numbers for name in pair[2 - number]}):
+            found.note(name, f"not compared: only {story.directory} has it at these steps")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

@@ -107,7 +107,8 @@ def test_what_was_evaluated_in_both_runs_is_compared(name, measured, run, tmp_pa
         (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, said = compared(capsys, *runs)
     assert code == 1 and said["verdict"] == ["the runs part at step 2"]
-    code, said = compared(capsys, runs[0], run)  # evaluated in one run only: nothing to compare
+    code, said = compared(capsys, runs[0], run)  # evaluated in one run only
+    assert said[name] == [f"not compared: only {runs[0]} has it at these steps"]
     assert code == 0 and said["verdict"] == ["nothing differs"]
 
 

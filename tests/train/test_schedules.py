@@ -164,7 +164,7 @@ def test_stages_of_lengths_that_cannot_be_are_refused(config_file, written, prob
 def test_samples_without_a_token_as_far_ahead_as_the_model_predicts_are_refused(config_file):
     ahead = ["model.family=custom", "model.predict_ahead=2"]
     code, printed = run_main(str(config_file), "--check", "data.sequence_length=2", *ahead)
-    assert code == 2 and "error: data.sequence_length=2 is not above model.predict_ahead=2, whose last block would have nothing to learn; raise it" in printed
+    assert code == 2 and "error: command line: data.sequence_length=2 is not above model.predict_ahead=2, whose last block would have nothing to learn; raise it" in printed
     assert run_main(str(config_file), "--check", "data.sequence_length=3", *ahead)[0] == 0
 
 

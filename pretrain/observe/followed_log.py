@@ -21,11 +21,11 @@ class FollowedLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file, self._read, self._rest = (0, 0), 0, b""
-        self.clear()
+        self._begin((0, 0))
 
-    def clear(self) -> None:
-        """Forget all records."""
+    def _begin(self, file: tuple[int, int]) -> None:
+        """Read a file, by its device and inode, from its beginning."""
+        self._file, self._read, self._rest = file, 0, b""
         self.last: dict[str, Any] | None = None
         self.steps, self.losses = array("q"), array("d")
         self._evaluated: dict[str, list[dict[str, Any]]] = {name: [] for name in EVALUATED}
@@ -35,13 +35,12 @@ class FollowedLog:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            self._file, self._read, self._rest = (0, 0), 0, b""
-            return self.clear()
+            self._begin((0, 0))
+            return
         with file:
             state = os.fstat(file.fileno())
             if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
-                self._file, self._read, self._rest = (state.st_dev, state.st_ino), 0, b""
-                self.clear()
+                self._begin((state.st_dev, state.st_ino))
             file.seek(self._read)
             for line in file:
                 self._read += len(line)
@@ -50,7 +49,6 @@ class FollowedLog:
                     self._add(line)
                 else:  # half a line, whose rest comes later
                     self._rest = line
-        return None
 
     def _add(self, line: bytes) -> None:
         record = record_of(line)
@@ -71,6 +69,6 @@ class FollowedLog:
         self.last = record
 
     def newest(self, name: str) -> dict[str, Any] | None:
-        """The step and the numbers of the newest record that has `name`, one of EVALUATED; None if there is none."""
+        """The newest numbers of this name, which is one of EVALUATED, with their step. None: there are none yet."""
         found = self._evaluated[name]
         return found[-1] if found else None

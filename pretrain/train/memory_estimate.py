@@ -1,8 +1,9 @@
 """How much memory a rank of a run needs on a GPU, found on any machine.
 
 A step runs on torch's meta device, where tensors have shapes and no values, and each tensor is counted while it exists. It is the code that runs on a
-GPU, and the run's own strategy places the network. One process stands for a rank, and its collectives move nothing (parallel/stand_in.py). In the place of a kernel of attention stands an operator that keeps as much. Compiled blocks are cut into forward and
-backward as torch's compiler cuts them, and their operators run one by one.
+GPU, and the run's own strategy places the network. One process stands for a rank, and its collectives move nothing (parallel/stand_in.py). In the
+place of a kernel of attention stands an operator that keeps as much. Inductor changes compiled blocks and cuts them into forward and backward, and
+their operators run one by one.
 
 By formula: the moments of optimizers; the buckets of DDP, whose code needs values. Loads of experts are taken to be even.
 

@@ -71,4 +71,4 @@ def test_the_page_does_everything_that_adding_a_family_takes(without_granite):
 
 def test_the_page_asks_for_the_whole_suite():
     text = PAGE.read_text(encoding="utf-8")
-    assert "python -m pytest tests/models -k granite\nbash tests/run.sh\n" in text
+    assert "python -m pytest tests/models -k granite\nbash tests/run.sh --thorough\n" in text

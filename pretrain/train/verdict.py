@@ -97,5 +97,6 @@ def _first(problem: UserError | None, ranks: Ranks) -> UserError:
 def _without_targets(number: int, batch: StepBatch | None) -> TrainingError:
     samples = batch.positions.tolist() if batch else []
     return TrainingError(
-        f"step {number}: no target carries a loss (samples {samples[:8]}); set data.boundary_loss=true, or prepare longer documents"
+        f"step {number}: no target carries a loss (samples {samples[:8]}); prepare documents of two tokens or more, or pack them with "
+        "data.boundary_loss=true, by which their first tokens carry one"
     )

@@ -189,7 +189,7 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
         str(ROOT / "pretrain" / "run.py"),
         "--config",
         str(config_file),
-        "run.steps=120",
+        "run.steps=60",
         "log.every_steps=1",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -198,9 +198,9 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "preempted" in printed
     stopped = status(run)["step"]
-    assert 3 <= stopped < 120
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=120", f"run.resume={run}")
-    assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 120" in printed
+    assert 3 <= stopped < 60
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=60", f"run.resume={run}")
+    assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 60" in printed
 
 
 def test_a_terminal_that_is_closed_leaves_a_checkpoint(config_file):

@@ -235,7 +235,11 @@ class Decoder(nn.Module):
         return drop(x_BTD, dropout and dropout.at("embedding"))
 
     def _tables(self, positions: Tensor, length: int, local: bool) -> Tables | None:
-        return rotary_tables(self.config, positions, length, local) if self.config.positions == "rope" else None
+        """In the compute format: cast in each layer, they would be kept for backward by each layer."""
+        if self.config.positions != "rope":
+            return None
+        cos, sin = rotary_tables(self.config, positions, length, local)
+        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def _mask(
         self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, window: int, cache: Cache | None

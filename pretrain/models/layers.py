@@ -135,9 +135,28 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
     """x / rms(x) × gain over the last dimension, computed in fp32 and rounded once to the format of x. `gain_D`: fp32."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, gain_D, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], gain_D, eps).to(x.dtype)
+    if torch.compiler.is_compiling():
+        return F.rms_norm(x.float(), x.shape[-1:], gain_D, eps).to(x.dtype)
+    return (_RMSNormByKernel if x.device.type == "cuda" else _RMSNorm).apply(x, gain_D, eps)
+
+
+class _RMSNormByKernel(torch.autograd.Function):
+    """torch's in fp32 by its kernel for CUDA, which keeps x instead of a copy in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        y, inverse = torch.ops.aten._fused_rms_norm(x.float(), x.shape[-1:], gain_D, eps)
+        ctx.save_for_backward(x, gain_D, inverse)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, gain_D, inverse = ctx.saved_tensors
+        grad_x, grad_gain_D = torch.ops.aten._fused_rms_norm_backward(
+            g.float(), x.float(), x.shape[-1:], inverse, gain_D, list(ctx.needs_input_grad[:2])
+        )
+        return None if grad_x is None else grad_x.to(x.dtype), grad_gain_D, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -179,9 +198,14 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _LayerNorm.apply(x, weight, bias, self.eps)
-        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+        return layer_norm(x, weight, bias, self.eps)
+
+
+def layer_norm(x: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension, computed in fp32 and rounded once to the format of x. `weight_D`, `bias_D`: fp32."""
+    if torch.compiler.is_compiling():
+        return F.layer_norm(x.float(), x.shape[-1:], weight_D, bias_D, eps).to(x.dtype)
+    return _LayerNorm.apply(x, weight_D, bias_D, eps)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -39,7 +39,7 @@ class OffloadedBlocks:
     """The blocks of a network in the order in which they run. They share one stream for copies."""
 
     def __init__(self) -> None:
-        self.stream: torch.Stream | None = None
+        self.transfers: Transfers | None = None
         self.latest: weakref.ref[StoredTensors] | None = None
 
     def forward(self, forward: Callable, *args: Any, **options: Any) -> Any:
@@ -47,9 +47,9 @@ class OffloadedBlocks:
         if not torch.is_grad_enabled():
             return forward(*args, **options)
         hidden, *shared = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        if self.stream is None and hidden.device.type != "cpu":
-            self.stream = torch.Stream(hidden.device)
-        stored = StoredTensors(self.stream, self.latest, {_address(tensor) for tensor in shared})
+        if self.transfers is None and hidden.device.type != "cpu":
+            self.transfers = Transfers(hidden.device)
+        stored = StoredTensors(self.transfers, self.latest, {_address(tensor) for tensor in shared})
         self.latest = weakref.ref(stored)
         with saved_tensors_hooks(stored.pack, stored.unpack):
             result = forward(*args, **options)
@@ -57,11 +57,42 @@ class OffloadedBlocks:
         return result
 
 
+class Transfers:
+    """Copies between a device and its host, on a stream of their own. The stand-in for a GPU has another kind (stand_in.py)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Begin a copy, after what the device has been told to compute."""
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with self.stream:
+            return torch.empty_like(tensor, device="cpu", pin_memory=self.stream.device.type == "cuda").copy_(
+                tensor, non_blocking=True
+            )
+
+    def to_device(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Begin copies of what is on the host."""
+        with self.stream:
+            copies = [tensor.to(self.stream.device, non_blocking=True) for tensor in tensors]
+        for tensor in copies:
+            tensor.record_stream(torch.accelerator.current_stream())
+        return copies
+
+    def record(self) -> torch.Event:
+        """What happens once the copies that have begun are made."""
+        return self.stream.record_event()
+
+    def wait(self, event: torch.Event) -> None:
+        """Let the device compute nothing more before that."""
+        torch.accelerator.current_stream().wait_event(event)
+
+
 class StoredTensors:
     """What one pass through one block stores. Autograd's graph holds it, and frees it with the graph."""
 
-    def __init__(self, stream: torch.Stream | None, before: weakref.ref[StoredTensors] | None, shared: set[int]) -> None:
-        self.stream, self.shared = stream, shared
+    def __init__(self, transfers: Transfers | None, before: weakref.ref[StoredTensors] | None, shared: set[int]) -> None:
+        self.transfers, self.shared = transfers, shared
         self._before = before or (lambda: None)
         self.on_device: list[Tensor] = []
         """The tensors, until they are copied; a device may not reuse their memory before. In backward, from when they are back."""
@@ -83,50 +114,40 @@ class StoredTensors:
         return self.numbers[place]
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if self.stream is None:
-            return tensor.clone()
-        self.stream.wait_stream(torch.accelerator.current_stream())
-        with self.stream:
-            return torch.empty_like(tensor, device="cpu", pin_memory=self.stream.device.type == "cuda").copy_(
-                tensor, non_blocking=True
-            )
+        return tensor.clone() if self.transfers is None else self.transfers.to_host(tensor)
 
     def end_forward(self) -> None:
         """End the block's forward. The tensors of the block before were copied while this one computed, and are freed."""
-        if self.stream is None:
+        if self.transfers is None:
             self.on_device = []
             return
-        self.event = self.stream.record_event()
+        self.event = self.transfers.record()
         if (before := self._before()) is not None:
             before.free()
 
     def free(self) -> None:
         """Free the device's tensors once their copies are made."""
-        torch.accelerator.current_stream().wait_event(self.event)
+        self.transfers.wait(self.event)
         self.on_device = []
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         """A stored tensor, on the device. Those of the block before begin to come back as well."""
         if isinstance(packed, Tensor):
             return packed
-        if self.stream is None:
+        if self.transfers is None:
             return self.on_host[packed]
         self.bring_back()
         if (before := self._before()) is not None:
             before.bring_back()
-        torch.accelerator.current_stream().wait_event(self.event)
+        self.transfers.wait(self.event)
         return self.on_device[packed]
 
     def bring_back(self) -> None:
         """Begin to copy the tensors to the device, unless they are there: those of the last block never left."""
         if self.on_device or not self.on_host:
             return
-        with self.stream:
-            self.on_device = [tensor.to(self.stream.device, non_blocking=True) for tensor in self.on_host]
-        for tensor in self.on_device:
-            tensor.record_stream(torch.accelerator.current_stream())
-        self.event = self.stream.record_event()
+        self.on_device, self.event = self.transfers.to_device(self.on_host), self.transfers.record()
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # memory has no address on the meta device

@@ -3,6 +3,7 @@
     ranks       all groups exist, and their collectives move nothing (torch's process group `fake`)
     tensors     on the meta device: shapes and no values; on another one, values that mean nothing (`bench.py speed --one-rank-of`)
     FSDP2       takes the meta device for one that has streams, on which all is done at once
+    host        what waits there (`parallel.activation_offload`) has sizes here, and no memory
 
 So all the code of a layout runs as it does on that rank of a GPU, and makes tensors of the same sizes in the same order.
 """
@@ -15,8 +16,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pretrain.distributed.ranks import Ranks, forget_meshes
+from pretrain.parallel import activation_offload
 
 
 class _Stream(torch.cpu.Stream):
@@ -48,6 +52,27 @@ class _MetaDevice:
         return True
 
 
+class _Transfers:
+    """In the place of `activation_offload.Transfers`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to_host(self, tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+        with _disable_current_modes():  # memory of the host, which a count of the device's does not see
+            copy = torch.empty_like(tensor, device="meta")
+        return copy.shape, copy.stride(), copy.dtype
+
+    def to_device(self, sizes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=self.device) for shape, strides, dtype in sizes]
+
+    def record(self) -> None:
+        return None
+
+    def wait(self, event: None) -> None:
+        return None
+
+
 @contextmanager
 def stand_in(rank: int, world_size: int, device: torch.device | None = None) -> Iterator[Ranks]:
     """Be a rank of so many, and nobody else. `device`: one on which tensors have values, which mean nothing; None: the meta device.
@@ -77,6 +102,7 @@ def _on_meta() -> Iterator[None]:
         patch.dict(dist.Backend.backend_capability, {"fake": ["cpu", "meta"]}),
         patch.object(torch, "meta", _MetaDevice, create=True),
         patch.object(torch.accelerator, "current_stream", _Stream),
+        patch.object(activation_offload, "Transfers", _Transfers),
         patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
     ):
         yield

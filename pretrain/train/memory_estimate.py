@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pretrain.config.schema import Config
+from pretrain.data.tasks import Spans
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
@@ -44,8 +46,6 @@ from pretrain.train.plan import with_format
 from pretrain.train.resolve import resolve
 
 _GPU = torch.device("cuda")
-_UNKNOWN = {"activation_offload": False, "cuda_graph": False}
-"""Keys of `parallel` that are not known here, with the values that they must have."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,11 @@ def _network(config: Config) -> Decoder:
 
 
 def _refuse_unknown(config: Config) -> None:
-    for name, only in _UNKNOWN.items():
-        if getattr(config.parallel, name) != only:
-            given, wanted = (str(value).lower() for value in (getattr(config.parallel, name), only))
-            raise ConfigError(f"parallel.{name}={given} is not known to the estimate of memory; set it to {wanted}")
-    if config.model.encoder.layers or config.data.pairs is not None or not family_of(config.model.family).splits:
+    if config.parallel.cuda_graph:
+        raise ConfigError("parallel.cuda_graph=true is not known to the estimate of memory; set it to false")
+    if config.data.pairs is not None or not family_of(config.model.family).splits:
         raise ConfigError(
-            "the estimate of memory is for decoders of pretrain, without data.pairs, model.encoder and model.family=hf"
+            "the estimate of memory knows neither data.pairs, whose lengths vary, nor model.family=hf, whose attention is its own"
         )
     if config.model.vocab_size is None:
         raise ConfigError(
@@ -239,9 +237,12 @@ class _Step:
         return self.count
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        length = self.config.data.sequence_length
-        names = ["tokens_BT", "targets_BT", *(["documents_BT"] if self.config.data.document_mask else [])]
-        inputs = {name: torch.zeros(sequences, length, dtype=torch.int64, device=device) for name in names}
+        length, spans = self.config.data.sequence_length, Spans.of_data(self.config.data)
+        if spans is not None:
+            lengths = {"source_BS": spans.source_length, "tokens_BT": spans.target_length, "targets_BT": spans.target_length}
+        else:
+            lengths = {name: length for name in ("tokens_BT", "targets_BT", *(["documents_BT"] if self.config.data.document_mask else []))}
+        inputs = {name: torch.zeros(sequences, long, dtype=torch.int64, device=device) for name, long in lengths.items()}
         if self.config.model.dropout or self.config.model.attention_dropout:
             inputs["keys_B"] = torch.zeros(sequences, dtype=torch.int64, device=device)
         return inputs
@@ -288,5 +289,13 @@ class _AttentionOfGpu:
             return (y * torch.sigmoid(lse.view(y.shape[:3]) - sinks.float()[:, None])[..., None]).to(y.dtype)  # see `_flex`
         if not q.is_meta:
             return super().attend(q, k, v, mask, scale)
-        bias = mask.expand(*q.shape[:2], -1, -1)
+        bias = _bias(mask, q.dtype).expand(*q.shape[:2], q.shape[2], -1)
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[0]
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What torch makes of a mask in each layer, for the kernel of a GPU that takes one: numbers, in rows of a multiple of 8."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, mask.new_full((), float("-inf"), dtype=dtype))
+    odd = mask.shape[-1] % 8
+    return functional.pad(mask, (0, 8 - odd))[..., : mask.shape[-1]] if odd else mask

@@ -63,29 +63,25 @@ def test_weights_and_what_all_blocks_share_stay(copied):
     assert len(set(places)) == len(places)  # none travels twice
 
 
-class HostStream:
-    """Stands for a stream of copies where there is no GPU."""
+class Clones:
+    """Stands for the copies between a device and its host where there is no GPU."""
 
-    device = torch.device("cpu")
+    def to_host(self, tensor):
+        return tensor.clone()
 
-    def __enter__(self):
-        return self
+    def to_device(self, tensors):
+        return [tensor.clone() for tensor in tensors]
 
-    __exit__ = wait_stream = wait_event = lambda self, *_: None
-
-    def record_event(self):
-        return object()
+    record = wait = lambda self, *_: None
 
 
 def test_a_device_holds_two_blocks_at_a_time_and_gets_the_next_one_early(monkeypatch):
-    """The order of copies on a GPU, with a stand-in for its streams."""
+    """The order of copies on a GPU."""
     made, most, early = [], [], []
-    monkeypatch.setattr(torch.accelerator, "current_stream", HostStream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     begin, unpack = StoredTensors.__init__, StoredTensors.unpack
 
-    def begin_with_stream(self, stream, *others):
-        begin(self, HostStream(), *others)
+    def begin_with_clones(self, transfers, *others):
+        begin(self, Clones(), *others)
         made.append(self)
 
     def watched(self, packed):
@@ -95,7 +91,7 @@ def test_a_device_holds_two_blocks_at_a_time_and_gets_the_next_one_early(monkeyp
             early.append(place == 0 or bool(made[place - 1].on_device))
         return found
 
-    monkeypatch.setattr(StoredTensors, "__init__", begin_with_stream)
+    monkeypatch.setattr(StoredTensors, "__init__", begin_with_clones)
     monkeypatch.setattr(StoredTensors, "unpack", watched)
     network = offloaded(WIDE, torch.float32, None)
     loss = loss_of(network, ROWS, LENGTH)

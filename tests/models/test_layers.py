@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pretrain.models import activations
 from pretrain.models.activations import gate, gelu_tanh
-from pretrain.models.layers import LayerNorm, RMSNorm
+from pretrain.models.layers import LayerNorm, RMSNorm, _RMSNormByKernel
 
 EVERY_NUMBER = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
@@ -82,6 +82,43 @@ def test_layer_norm_is_torchs_in_fp32_and_keeps_only_its_input(dtype, affine):
     if vectors:
         for found, right in zip(torch.autograd.grad(norm(x), (weight, bias), g), torch.autograd.grad(plain(x), (weight, bias), g)):
             assert torch.equal(found, right)
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: stored.append(tensor) or tensor, lambda tensor: tensor):
+        norm(x.requires_grad_())
+    assert max(tensor.nbytes for tensor in stored) == x.nbytes
+    assert sum(tensor.numel() == x.numel() for tensor in stored) == 1
+
+
+@pytest.fixture
+def kernel_on_cpus():
+    """torch has this operator for GPUs alone; here by its formula."""
+
+    def backward(g, x, shape, inverse, gain, wanted):
+        normed, g_normed = x * inverse, g * gain
+        grad_x = (g_normed - normed * (g_normed * normed).mean(-1, keepdim=True)) * inverse
+        return grad_x if wanted[0] else None, (g * normed).flatten(0, -2).sum(0) if wanted[1] else None
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_of_a_gpu_is_torchs_in_fp32_and_keeps_only_its_input(dtype, kernel_on_cpus):
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(3, 5, 32, generator=generator).to(dtype) for _ in range(2))
+    gain = torch.randn(32, generator=generator).requires_grad_()
+
+    def plain(x):
+        return F.rms_norm(x.float(), (32,), gain, 1e-5).to(dtype)
+
+    def norm(x):
+        return _RMSNormByKernel.apply(x, gain, 1e-5)
+
+    for found, right in zip(with_gradient(norm, x, g), with_gradient(plain, x, g)):
+        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(function(x), gain, g)[0] for function in (norm, plain)))
     stored = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: stored.append(tensor) or tensor, lambda tensor: tensor):
         norm(x.requires_grad_())

@@ -169,7 +169,7 @@ def _storages(torch) -> None:
 
 
 def _kernels(torch) -> None:
-    """Attention that returns the logarithm of its denominator, as torch's efficient kernel does: in rows of a multiple of 32."""
+    """What torch has for GPUs alone: attention that returns the logarithm of its denominator, in rows of a multiple of 32; the backward of a norm."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
 
     def scores(q, k, bias, causal, scale):
@@ -199,6 +199,13 @@ def _kernels(torch) -> None:
         g_q, g_k, g_v = g_s @ k.float() * by, g_s.transpose(-1, -2) @ q.float() * by, p.transpose(-1, -2) @ g32
         return g_q.to(q.dtype), g_k.to(k.dtype), g_v.to(v.dtype), g_s.to(q.dtype) if wanted[3] else None
 
+    def rms_norm_backward(g, x, shape, inverse, gain, wanted):
+        normed, count = x * inverse, shape[0]
+        g_normed = g if gain is None else g * gain
+        grad_x = (g_normed - normed * (g_normed * normed).sum(-1, keepdim=True) / count) * inverse if wanted[0] else None
+        return grad_x, (g * normed).reshape(-1, count).sum(0) if wanted[1] else None
+
+    library.impl("_fused_rms_norm_backward", rms_norm_backward)
     library.impl("_scaled_dot_product_efficient_attention", efficient)
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward)
     torch.cuda.rehearsed_kernels = library  # lives as long as torch

@@ -130,6 +130,20 @@ def test_what_is_recomputed_is_not_held_and_more_sequences_hold_more():
     assert activations(4, "none") == pytest.approx(2 * none, rel=0.02)
 
 
+@pytest.mark.parametrize("options", [(), (FULL,), (BLOCKS,), FSDP], ids=["", "recomputed", "compiled", "fsdp"])
+def test_of_what_waits_on_the_host_two_blocks_are_held_however_many_there_are(options):
+    def activations(layers: int, *offloaded: str) -> int:
+        few = (f"model.layers={layers}", "model.vocab_size=1024", BF16)
+        return of_model("llama-60m", 4, 2, *few, *options, *offloaded, length=512).activations
+
+    layers = 4, 8
+    stay, go = ([activations(count, *keys) for count in layers] for keys in ((), ("parallel.activation_offload=true",)))
+    of_block = (stay[1] - stay[0]) / 4
+    assert go[0] == go[1] and go[1] < stay[0]
+    if options == ():  # those of recomputed blocks, and of compiled ones, are not the most while a block computes
+        assert stay[1] - go[1] == pytest.approx(6 * of_block, rel=1e-3)
+
+
 def test_the_state_is_divided_by_the_ranks_that_share_it_and_replicas_hold_all_of_it():
     whole = estimate("llama-60m", 2, 2, *SMALL, length=512)
     alone, shared = whole.fullest, of_model("llama-60m", 2, 2, *SMALL, FSDP[0], ranks=4, length=512)
@@ -201,6 +215,7 @@ def test_a_process_of_a_run_stands_for_no_other():
         ("gemma3-1b", ("data.document_mask=true",)),
         ("gpt2-124m", ("model.dropout=0.1", "model.attention_dropout=0.1")),
         ("gpt-oss-20b", ()),
+        ("t5-v1.1-base", ("data.objective=span_corruption", "model.encoder.layers=4")),
         ("phi3-mini", ("model.attention_backend=sdpa", "data.document_mask=true")),
     ],
 )
@@ -210,12 +225,41 @@ def test_models_of_every_kind_run_without_values(model, options):
     assert found[0] < found[1] <= 2.01 * found[0]
 
 
+def test_every_layer_keeps_a_dense_mask_as_numbers_for_its_kernel():
+    """By torch's attention.cpp: it makes numbers of a mask of bits in each call, which backward needs, and pads them to a multiple of 8."""
+
+    def activations(layers: int, *mask: str) -> int:
+        few = (f"model.layers={layers}", "model.vocab_size=64", "model.dim=64", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=64", BF16)
+        return of_model("llama-60m", 2, 2, *few, *mask, length=length).activations
+
+    for length, in_rows in ((512, 512), (500, 504)):
+        masked, plain = ([activations(layers, *mask) for layers in (4, 8)] for mask in (("data.document_mask=true", "model.attention_backend=sdpa"), ()))
+        of_a_layer = [(many - few) / 4 for few, many in (masked, plain)]
+        assert of_a_layer[0] - of_a_layer[1] == pytest.approx(2 * length * in_rows * 2, rel=0.01)
+
+
+def test_what_an_encoder_decoder_holds_is_shared_like_the_rest():
+    def found(*options: str, ranks: int = 2) -> MemoryEstimate:
+        few = ("model.layers=4", "model.encoder.layers=4", "model.vocab_size=1024", BF16, "data.objective=span_corruption")
+        return estimate("t5-small", 8, 4, *few, *options, ranks=ranks, length=512)
+
+    alone, shared, tensor, stages = (found(*options, ranks=ranks) for options, ranks in ((FSDP, 1), (FSDP[:1], 2), (("parallel.tensor=2",), 2), (("parallel.pipeline=2",), 2)))
+    assert alone.fullest.weights == pytest.approx(4 * alone.parameters) and shared.fullest.weights == pytest.approx(2 * alone.parameters, rel=0.01)
+    assert tensor.fullest.weights == pytest.approx(2 * alone.parameters, rel=0.01)
+    assert tensor.fullest.activations < 0.65 * alone.fullest.activations
+    first, last = stages.stages
+    assert first.activations > 3 * last.activations  # the encoder reads four times as many tokens, and holds two micro-batches
+    # No layer keeps scores of 8 heads.
+    scores = 8 * 8 * (435 * 435 + 105 * 105 + 105 * 435) * 2
+    of_layers = found(*FSDP, "model.layers=8", "model.encoder.layers=8", ranks=1).fullest.activations - alone.fullest.activations
+    assert of_layers < 4 * 0.75 * scores
+
+
 @pytest.mark.parametrize(
     ("overrides", "ranks", "said", "kind"),
     [
         (("parallel.cuda_graph=true",), 1, "parallel.cuda_graph=true is not known to the estimate of memory", ConfigError),
         (("parallel.tensor=3",), 3, "parallel.tensor=3", ConfigError),
-        (("parallel.activation_offload=true",), 1, "parallel.activation_offload=true is not known", ConfigError),
         (("model.vocab_size=null",), 1, "model.vocab_size is not given, and the estimate of memory opens no data", ConfigError),
         (("parallel.strategy=single",), 2, "runs in one process", LaunchError),
     ],
@@ -243,7 +287,7 @@ def test_the_tool_says_what_fits(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == ["activation_checkpointing", "8", "64"] and [row[0] for row in rows[2:5]] == ["none", "selective", "full"]
     assert not rows[4][1].endswith("!") and rows[2][2].endswith("!")
-    assert the_tool().main([*command, "parallel.activation_offload=true"]) == 2
+    assert the_tool().main([*command, "parallel.cuda_graph=true"]) == 2
 
 
 def test_the_tool_tells_the_stages_of_a_pipeline_and_that_loads_of_experts_are_even(capsys):

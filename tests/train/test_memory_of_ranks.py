@@ -18,6 +18,7 @@ from pretrain.config.schema import Config
 from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.distributed.ranks import start
 from pretrain.distributed.shards import local
+from pretrain.models import layers
 from pretrain.models.attention_ways import ask_for_kernel
 from pretrain.models.experts import Router
 from pretrain.optim.optimizer import OptimizerSet
@@ -76,6 +77,8 @@ def on_a_rank(config: Config, world_size: int) -> RankMemory:
     try:
         with (
             patch("torch.compiler.is_compiling", lambda: True),
+            patch.object(layers, "rms_norm", layers._RMSNorm.apply),
+            patch.object(layers, "layer_norm", layers._LayerNorm.apply),
             patch.object(dist, REDUCE_SCATTER, reduce_scatter_uncounted),
             patch.object(collectives, "_reduce_scatter", reduce_scatter_uncounted),
             patch.object(dist, "all_to_all_single", exchange_and_wait),
@@ -97,7 +100,7 @@ def slow(*values: object) -> object:
     [
         (2, ["parallel.tensor=2"], 0),
         (2, ["parallel.context=2"], 2 * 2 * 2),  # two states of random numbers for each of two stretches in each layer
-        (2, [MIXTRAL, "parallel.expert=2"], 4),  # where rows of experts end, in the format of grouped products
+        (2, [MIXTRAL, "parallel.expert=2"], 3),  # where rows of experts end, in the format of grouped products
         (2, ["parallel.pipeline=2"], 0),
         (2, [FSDP, "precision.fp8=tensorwise"], 0),
         slow(2, ["parallel.tensor=2", "precision.fp8=rowwise"], 0),
@@ -105,13 +108,13 @@ def slow(*values: object) -> object:
         slow(2, [FSDP, "parallel.reshard_after_forward=never"], 0),
         slow(2, [FSDP, "parallel.grad_sync=last"], 0),
         slow(2, [FSDP, "parallel.activation_checkpointing=full"], 0),
-        slow(2, ["parallel.tensor=2", "model.tie_embeddings=true", "data.sequence_length=127", "model.vocab_size=130"], 62),  # logits of 65 columns, in rows of 128,
+        slow(2, ["parallel.tensor=2", "model.tie_embeddings=true", "data.sequence_length=127", "model.vocab_size=130"], 0),
         slow(2, ["parallel.context=2", "parallel.context_method=ring"], 0),
         slow(4, [FSDP, "parallel.replicate=2"], 0),
         slow(4, ["parallel.tensor=2", "parallel.replicate=2"], 0),
         slow(4, ["parallel.tensor=2", "parallel.context=2"], 8),
         slow(4, [MIXTRAL, "parallel.tensor=2", "parallel.expert=2"], 4),
-        slow(4, [MIXTRAL, "parallel.expert=2"], 4),
+        slow(4, [MIXTRAL, "parallel.expert=2"], 3),
         slow(4, ["parallel.pipeline=2", "parallel.tensor=2"], 0),
         slow(2, ["parallel.pipeline=2", "model.layers=4", "parallel.pipeline_schedule=zero_bubble_v"], 0),
     ],

@@ -237,12 +237,14 @@ class _Step:
         return self.count
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        length, spans = self.config.data.sequence_length, Spans.of_data(self.config.data)
-        if spans is not None:
-            lengths = {"source_BS": spans.source_length, "tokens_BT": spans.target_length, "targets_BT": spans.target_length}
+        data, spans = self.config.data, Spans.of_data(self.config.data)
+        if spans is None:
+            lengths = dict.fromkeys(
+                ["tokens_BT", "targets_BT", *(["documents_BT"] if data.document_mask else [])], data.sequence_length
+            )
         else:
-            lengths = {name: length for name in ("tokens_BT", "targets_BT", *(["documents_BT"] if self.config.data.document_mask else []))}
-        inputs = {name: torch.zeros(sequences, long, dtype=torch.int64, device=device) for name, long in lengths.items()}
+            lengths = {"source_BS": spans.source_length, "tokens_BT": spans.target_length, "targets_BT": spans.target_length}
+        inputs = {name: torch.zeros(sequences, length, dtype=torch.int64, device=device) for name, length in lengths.items()}
         if self.config.model.dropout or self.config.model.attention_dropout:
             inputs["keys_B"] = torch.zeros(sequences, dtype=torch.int64, device=device)
         return inputs

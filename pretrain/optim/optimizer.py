@@ -259,22 +259,25 @@ def clip_gradients(
 
     Squares are added in fp64; on a CPU, the squares within a row are added in fp32. An fp32 sum over half a million elements would be off by some
     1e-6, and by another amount where the tensor is sharded. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
-    factor is that of torch.nn.utils.clip_grad_norm_). `copies`: those of the parameters that another rank counts. `sum_over_layers`: adds a
-    value over the ranks that have other parameters. `scale`: what is done with the factor, in place of `scale_gradients`. Raises RuntimeError for
-    a placement whose norm does not follow from the norms of its parts.
+    factor is that of torch.nn.utils.clip_grad_norm_). `copies`: those of the parameters that another rank counts; one that is not finite makes the
+    norm NaN all the same. `sum_over_layers`: adds a value over the ranks that have other parameters. `scale`: what is done with the factor, in
+    place of `scale_gradients`. Raises RuntimeError for a placement whose norm does not follow from the norms of its parts.
     """
     with_gradients = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradients]
     uncounted = {id(p.grad) for p in copies}
     parts = [local(gradient) for gradient in gradients]
     groups: dict[tuple, list[Tensor]] = {}
+    total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for gradient, norm in zip(gradients, norms(parts)):
         alike = _sharding_of(gradient), norm.device
         if alike not in groups:
             groups[alike] = [norm.new_zeros(())]
         if id(gradient) not in uncounted:
             groups[alike].append(norm)
-    total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+        else:
+            # It adds nothing, unless this copy alone is not finite: then the step must not be taken.
+            total += 0 * norm.to(total.device)
     for (sharding, _), values in groups.items():
         total += added_over_shards(torch.stack(values).square_().sum(), sharding).to(total.device)
     total = sum_over_layers(total).sqrt()

@@ -70,6 +70,16 @@ def test_a_gradient_that_is_no_number_shows_in_the_norm(value):
     assert not torch.isfinite(clip_gradients(found, 1.0))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_copy_that_is_no_number_shows_in_the_norm_though_another_rank_counts_it(value):
+    """A stage of a pipeline took a step that made its copy of a tied table NaN."""
+    found = parameters(0)
+    finite = clip_gradients(found, 0.0, copies=[found[2]])
+    assert torch.equal(finite, clip_gradients([found[0], found[1], found[3]], 0.0))
+    found[2].grad[0] = value
+    assert not torch.isfinite(clip_gradients(found, 1.0, copies=[found[2]]))
+
+
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e17])
 @pytest.mark.parametrize("shape", [(7, 300), (3, 5, 64), (50,)])
 def test_the_norm_is_that_of_fp64_from_tiny_gradients_to_huge_ones(size, shape):

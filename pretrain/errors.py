@@ -7,6 +7,7 @@ in the log; any other exception is a defect of ours and keeps its traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable
 
 OTHERS_WAIT_SECONDS = 3.0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where it has no room for more of a file."""
 
 
 def install_command(extra: str) -> str:
@@ -159,7 +162,7 @@ NO_READER = 141  # and by SIGPIPE
 def run_tool(function: Callable[[], object]) -> int:
     """Call `function` and return the exit code of the process.
 
-    A `UserError` becomes one line on standard error and its own exit code, and so does what the system says of a file that it names. Any other
+    A `UserError` becomes one line on standard error and its own exit code. So does what the system says of a file that it names, and of a full disk. Any other
     exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
     """
     code = 0
@@ -194,9 +197,12 @@ def _exit_code(function: Callable[[], object]) -> int:
         say("error: " + " ".join(str(error).split("\n")), to_errors=True)
         return error.exit_code
     except OSError as error:
-        if error.filename is None:
+        is_full = error.errno in FULL
+        if error.filename is None and not is_full:
             raise
-        say(f"error: {error.filename}: {error.strerror}", to_errors=True)
+        what = "a file cannot be written" if error.filename is None else error.filename
+        remedy = "; make room and start the same command again" if is_full else ""
+        say(f"error: {what}: {error.strerror}{remedy}", to_errors=True)
         return UserError.exit_code
     except KeyboardInterrupt:
         say("interrupted", to_errors=True)

@@ -108,14 +108,11 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
             return 0
         with contextlib.ExitStack() as end:
             with first_import(until=end):
-                from pretrain.train.callbacks import Extensions
+                from pretrain.train.extensions import Extensions
                 from pretrain.train.session import check, train
 
-            return (
-                check(config, arguments.ranks, arguments.explain)
-                if arguments.check
-                else train(config, Extensions(callbacks, sinks))
-            )
+            extensions = Extensions(callbacks, sinks)
+            return check(config, arguments.ranks, arguments.explain) if arguments.check else train(config, extensions)
     except ConfigError as error:
         # Two values that cannot go together: the message begins with the first of them, `model.dim=33 is not ...`.
         begins = re.match(r"[a-z_]+(?:\.\w+)+(?==)", str(error))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import DataError, clipped
+from pretrain.errors import FULL, DataError, clipped
 
 log = logging.getLogger(__name__)
 
@@ -191,12 +191,26 @@ def staged_directory(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise DataError(f"{output}: cannot be created: {error.strerror}") from error
     try:
-        yield stage
-        flush_tree(stage)
+        with named_if_full(output):
+            yield stage
+            flush_tree(stage)
         rename_into_place(stage, output)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def named_if_full(output: Path) -> Iterator[None]:
+    """Name what was to be written in the system's error about a full disk. It names no file where a write fails, and one that is hidden where
+    none can be created.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise _named(error, output) from error
 
 
 def make_once(path: Path, what: str, make: Callable[[], object]) -> None:

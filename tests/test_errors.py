@@ -33,6 +33,13 @@ def test_a_tool_whose_output_is_not_read_ends_silently(options):
     assert ended(f"def work(): print('a'{options})") == (141, "")
 
 
+def test_a_full_disk_is_a_line_though_the_system_names_no_file():
+    """It was a traceback: only opening a file says which one it is."""
+    code, said = ended("def work():\n    with open('/dev/full', 'w') as file:\n        file.write('a')")
+    assert code == 1
+    assert said == "error: a file cannot be written: No space left on device; make room and start the same command again\n"
+
+
 def test_errors_that_come_first_are_still_told():
     code, said = ended("def work():\n    print('a')\n    raise DataError('x.bin: damaged')")
     assert code == 1 and said == "error: x.bin: damaged\n"

@@ -29,7 +29,7 @@ from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named
 from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.progress import ByteProgress
-from pretrain.storage import refuse_existing, rename_into_place
+from pretrain.storage import named_if_full, refuse_existing, rename_into_place
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"
@@ -73,7 +73,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     }
     shapes = {f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}
     tensors = on_meta(shapes, torch.float32, {f"model.{n}": dtype for n, dtype in source.plan.kept.items()})
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+    with named_if_full(output), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         attachments, tokenizer, record["begin"] = _copy_tokenizer(source, Path(folder) / "tokenizer")
         (Path(folder) / MODEL_FILE).write_text(preset(source.model, directory.resolve().name), encoding="utf-8")
         attachments[MODEL_FILE] = Path(folder) / MODEL_FILE

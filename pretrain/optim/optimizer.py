@@ -17,8 +17,9 @@ from torch.profiler import record_function
 
 from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
+from pretrain.errors import ConfigError
 from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, widened, widest
-from pretrain.optim.rules import Rule, rules
+from pretrain.optim.rules import Rule, registered, rules
 
 Groups = list[dict[str, Any]]
 
@@ -106,7 +107,7 @@ class OptimizerSet:
                     groups.setdefault(by_name[name].optimizer, {}).setdefault(kind, []).append(parameter)
         formats = Formats(moments, {parameter: name for name, parameter in self.parameters.items()})
         self.optimizers = [
-            _OPTIMIZERS[name](
+            registered(_OPTIMIZERS, name, "_OPTIMIZERS of pretrain/optim/optimizer.py")(
                 [
                     {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
                     for (rule, _), members in own.items()
@@ -123,6 +124,7 @@ class OptimizerSet:
         random rounding.
         """
         self._create_means()
+        is_first = not self.has_state
         found_inf = None if taken is None else (~taken).float()
         if found_inf is not None and found_inf.is_cuda and any(local(p).device.type == "cpu" for p in self.parameters.values()):
             # `parallel.offload`: torch's fused AdamW would read its own copy before that has arrived.
@@ -134,7 +136,19 @@ class OptimizerSet:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             optimizer.step_number = number
             optimizer.step()
+        if is_first:
+            self._refuse_what_is_no_tensor()
         self._average(taken)
+
+    def _refuse_what_is_no_tensor(self) -> None:
+        """At the first step already: a checkpoint would be refused after all the steps before it."""
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                if odd := next((key for key, value in state.items() if not isinstance(value, Tensor)), None):
+                    raise ConfigError(
+                        f"the optimizer {type(optimizer).__name__} keeps its state {odd} as {type(state[odd]).__name__}, and checkpoints hold "
+                        "tensors only; make it a tensor (AGENTS.md)"
+                    )
 
     @torch.no_grad()
     def _create_means(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding
 from pretrain.models.width import Kind, kind_of
 
+T = TypeVar("T")
 NAMES_SHOWN = 6
 MOMENTS: dict[str, Callable[[torch.Size], int]] = {
     "adamw": lambda shape: 2 * shape.numel(),
@@ -34,6 +36,13 @@ class Rule:
     rate_scale: float
     """The factor from the schedule's learning rate to this rule's."""
     weight_decay: float
+
+
+def registered(table: dict[str, Callable[..., T]], name: str, where: str) -> Callable[..., T]:
+    """What a table says of an optimizer. Raises ConfigError for one that was added to `optim.name` alone."""
+    if name not in table:
+        raise ConfigError(f"optim.name={name} has no line in {where}; AGENTS.md says what an optimizer takes")
+    return table[name]
 
 
 def decayed(model: nn.Module) -> dict[str, bool]:
@@ -93,7 +102,7 @@ def count_moments(model: nn.Module, config: Optim) -> int:
     """Numbers that the optimizers keep beside the parameters that are trained; of sharded ones, beside this rank's part."""
     found, means = rules(model, config), config.ema_decay is not None
     return sum(
-        MOMENTS[found[name].optimizer](p.shape) + means * p.numel()
+        registered(MOMENTS, found[name].optimizer, "MOMENTS of pretrain/optim/rules.py")(p.shape) + means * p.numel()
         for name, p in ((name, local(whole)) for name, whole in model.named_parameters())
         if name in found
     )

@@ -61,8 +61,14 @@ def _between(shape: str, start: float, end: float, progress: float) -> float:
         return end
     if shape == "exponential":
         return start * (end / start) ** progress
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "1-sqrt": 1 - math.sqrt(progress)}.get(shape, 1 - progress)
-    return end + (start - end) * left
+    left = {
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "1-sqrt": 1 - math.sqrt(progress),
+    }
+    if shape not in left:
+        raise ConfigError(f"pretrain/optim/schedule.py computes no {shape} schedule; AGENTS.md says what a schedule takes")
+    return end + (start - end) * left[shape]
 
 
 def check(schedule: Schedule, steps: int, written: Schedule) -> None:
@@ -92,6 +98,7 @@ def check(schedule: Schedule, steps: int, written: Schedule) -> None:
         raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")
     if schedule.name == "piecewise":
         _check_stages(schedule, steps)
+    learning_rate(schedule, 1.0, steps + 1, steps)  # of a shape that it lacks, now and not after the warmup
 
 
 def _as_written(part: str, steps: int, tokens: int | None) -> str:

@@ -5,8 +5,6 @@ A configuration cannot name code, so that nothing that is read is executed. docs
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import math
 import os
@@ -21,10 +19,9 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
-from pretrain.errors import CheckpointError, ConfigError, TrainingError, UserError
+from pretrain.errors import CheckpointError, ConfigError, TrainingError, UserError, line_of, shown
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord
-from pretrain.observe.sinks import Sink
 from pretrain.storage import exists, flush
 
 log = logging.getLogger(__name__)
@@ -89,29 +86,6 @@ class Callback:
         """Called on all ranks, after the last step, even if the run failed."""
 
 
-@dataclass(frozen=True)
-class Extensions:
-    """The callbacks and sinks that a script adds to a run."""
-
-    callbacks: Sequence[Callback] = ()
-    sinks: Sequence[Sink] = ()
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that all ranks must have in common: the code of each callback."""
-        return {f"callback {number}": _code_of(type(callback)) for number, callback in enumerate(self.callbacks)}
-
-
-def _code_of(kind: type) -> str:
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into an interpreter
-        source = ""
-    return f"{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
-
-
-NO_EXTENSIONS = Extensions()
-
-
 class Callbacks:
     """The callbacks of a run, called one after the other.
 
@@ -134,7 +108,7 @@ class Callbacks:
         found: dict[str, float] = {}
 
         def measure(callback: Callback) -> None:
-            measured = {name: float(value) for name, value in (callback.evaluate(self.run, step) or {}).items()}
+            measured = _numbers_of(callback, callback.evaluate(self.run, step))
             if twice := found.keys() & measured.keys():
                 raise ConfigError(f"two callbacks measure '{min(twice)}'; give one of the numbers another name")
             found.update(measured)
@@ -179,6 +153,23 @@ class Callbacks:
             line = f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
             self.problem = self.problem or TrainingError(line)
         return False
+
+
+def _numbers_of(callback: Callback, returned: Any) -> dict[str, float]:
+    """What `evaluate` returned, as numbers by name."""
+    where = f"the callback {type(callback).__name__}.evaluate"
+    if not isinstance(returned, (dict, type(None))):
+        raise ConfigError(f"{where} returned {shown(returned)}; return numbers by name, such as {{'accuracy': 0.5}}, or {{}}")
+    if odd := [name for name in returned or {} if not isinstance(name, str) or not name]:
+        raise ConfigError(f"{where} returned a number under {shown(odd[0])}; its name must be a str that is not empty")
+    return {name: _number(value, f"{where} returned", name) for name, value in (returned or {}).items()}
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: of torch
+        raise ConfigError(f"{where} {shown(value)} under '{name}', which is no number: {line_of(error)}") from error
 
 
 # ---- callbacks that many runs need ------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
 from pretrain.parallel.strategy import Strategy
-from pretrain.train.callbacks import Callbacks, Extensions, RunHandle
+from pretrain.train.callbacks import Callbacks, RunHandle
 from pretrain.train.continuation import Continuation, Progress
+from pretrain.train.extensions import Extensions
 from pretrain.train.measurements import Measurements
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory

@@ -187,11 +187,15 @@ class RunLock:
             replace_text(self.path, text)
             return
         # Written in place, because the system's lock belongs to this file. Flushed, so that other nodes find it.
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        # Not by the file object: what it could not write it would try again when it is closed, and that error would hide the first one.
+        handle, data = self._file.fileno(), text.encode()
+        try:
+            os.ftruncate(handle, 0)
+            if (written := os.write(handle, data)) != len(data):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes found room")
+            os.fsync(handle)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _refuse_other(self, owner: Owner) -> None:
         holder, _ = read_owner(self.path)

@@ -33,7 +33,7 @@ from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, gradient_by
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import describe_attention, set_attention_kernel
-from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
+from pretrain.train.extensions import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS

@@ -27,8 +27,8 @@ from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.pipeline_order import loss_rank
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
-from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.continuation import Continuation
+from pretrain.train.extensions import NO_EXTENSIONS, Extensions
 from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.layer_statistics import LayerStatistics

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -322,6 +323,10 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     monkeypatch.setattr(save.StreamingPlanner, "resolve_data", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
+    monkeypatch.setattr(Path, "write_text", full)  # of what lies beside the weights
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        import_model(exported, tmp_path / "imported")
+    assert raised.value.filename == str(tmp_path / "imported")
     assert os.listdir(tmp_path) == []
 
 

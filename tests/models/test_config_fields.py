@@ -21,6 +21,7 @@ from pretrain.config.attention_schema import AttentionConfig, Rope
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import ConfigError, UserError
 from pretrain.huggingface.directory import plan_weights
+from pretrain.models import families as declared_families
 from pretrain.models.families import complete, families, family_of, family_of_hf
 from pretrain.models.families.declare.common import projections
 from pretrain.models.families.declare.family import Field
@@ -394,6 +395,44 @@ def test_a_family_whose_keys_share_a_field_without_saying_what_each_gets_is_refu
     """M-D8."""
     with pytest.raises(ValueError, match="family llama: attention.bias, mlp.bias all read use_bias"):
         dataclasses.replace(family_of("llama"), fields=(*LLAMA_FIELDS, ONE_FIELD[0], second))
+
+
+@pytest.mark.parametrize(
+    ("slip", "says"),
+    [
+        ({"fields": (*LLAMA_FIELDS, Field("mlp.biass", "x", False))}, "family llama: mlp.biass is no key of .*; the nearest is mlp.bias"),
+        ({"fixed": {"mlp.gatedd": True}}, "family llama: mlp.gatedd is no key of .*; the nearest is mlp.gated"),
+        ({"defaults": {"experts": 4}}, "family llama: experts is no key of pretrain/config/model_schema.py"),
+    ],
+)
+def test_a_name_that_is_no_key_of_ours_is_refused_when_a_family_is_declared(slip, says):
+    """They were a KeyError and a TypeError of a run, or of an import."""
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(family_of("llama"), **slip)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, 'pretrain/models/families/beginner.py must have BEGINNER = Family(name="beginner", ...)'),
+        ("Beginner = 1", 'pretrain/models/families/beginner.py must have BEGINNER = Family(name="beginner", ...)'),
+        ("from pretrain.models.families.llama import LLAMA as BEGINNER", 'must have BEGINNER = Family(name="beginner", ...)'),
+        (
+            "from pretrain.models.families.declare.family import Family\n"
+            "BEGINNER = Family(name='beginner', model_type='x', architecture='X', fields=(), weights=(), fixed={'norm.kin': 1})",
+            "model.family=beginner: family beginner: norm.kin is no key of pretrain/config/model_schema.py; the nearest is norm.kind",
+        ),
+    ],
+)
+def test_a_family_whose_file_is_not_as_its_name_says_is_an_error_of_one_line(tmp_path, monkeypatch, text, says):
+    """A family under another name than its file's was trained, and an import gave the other name."""
+    monkeypatch.setattr(declared_families, "__path__", [*declared_families.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "pretrain.models.families.beginner", raising=False)
+    if text is not None:
+        (tmp_path / "beginner.py").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        family_of("beginner")
+    sys.modules.pop("pretrain.models.families.beginner", None)
 
 
 @pytest.mark.parametrize("name", [family.name for family in families() if family.partial])

@@ -8,13 +8,15 @@ from torch import nn
 
 from pretrain.config.optim_schema import AdafactorOptions, Optim
 from pretrain.config.schema import Model
+from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.optim import optimizer as optimizer_file
 from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.guarded import Formats
+from pretrain.optim.lion import Lion
 from pretrain.optim.optimizer import OptimizerSet, Rule
-from pretrain.optim.rules import decayed
+from pretrain.optim.rules import count_moments, decayed
 from pretrain.parallel.initialise import initialise
 
 
@@ -37,6 +39,30 @@ def test_norms_and_embeddings_are_not_decayed_and_every_matrix_is(tied):
 
 def test_a_bias_is_not_decayed():
     assert decayed(nn.Linear(3, 4)) == {"weight": True, "bias": False}
+
+
+def test_an_optimizer_that_was_added_to_the_schema_alone_is_named():
+    """It was a KeyError."""
+    with pytest.raises(ConfigError, match="optim.name=adan has no line in MOMENTS of pretrain/optim/rules.py; AGENTS.md"):
+        count_moments(decoder(), Optim(name="adan"))
+    with pytest.raises(ConfigError, match="optim.name=adan has no line in _OPTIMIZERS of pretrain/optim/optimizer.py"):
+        OptimizerSet([decoder()], Optim(name="adan"))
+
+
+class CountsInPython(Lion):
+    def state_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+        return super().state_of(parameter)[:1]
+
+
+def test_state_that_is_no_tensor_is_named_at_the_first_step(monkeypatch):
+    """It was an AttributeError of the first checkpoint, after all the steps before it."""
+    monkeypatch.setitem(optimizer_file._OPTIMIZERS, "lion", lambda groups, given: CountsInPython(groups, 0.1, (0.9, 0.99), given.formats))
+    optimizer = OptimizerSet([decoder()], Optim(name="lion"))
+    for parameter in optimizer.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ConfigError, match="the optimizer CountsInPython keeps its state count as int, and checkpoints hold tensors only"):
+        optimizer.step(0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

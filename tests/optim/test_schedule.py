@@ -66,6 +66,14 @@ def test_linear_falls_by_the_same_amount_every_step():
     assert len(falls) == 1
 
 
+def test_a_shape_that_is_not_computed_is_refused_before_the_first_step():
+    """A name that was added to the schema alone fell as `linear` does, without a word."""
+    schedule = Schedule(name="parabola", warmup_steps=40)
+    for call in (lambda: learning_rate(schedule, PEAK, STEPS, 500), lambda: check(schedule, STEPS, schedule)):
+        with pytest.raises(ConfigError, match="pretrain/optim/schedule.py computes no parabola schedule; AGENTS.md"):
+            call()
+
+
 def test_constant_stays():
     assert {rate(step, name="constant", min_ratio=0.1) for step in range(1, STEPS + 1)} == {PEAK}
 

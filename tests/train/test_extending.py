@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from pretrain.huggingface.open_model import open_model
 from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink
 from pretrain.run import main
-from pretrain.train.callbacks import Callback, EarlyStopping, KeepBest, RunHandle, Watched
+from pretrain.train.callbacks import Callback, Callbacks, EarlyStopping, KeepBest, RunHandle, Watched
 from pretrain.train.multiple_choice import MultipleChoice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -318,13 +319,82 @@ def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
         ("no validation", "the metric validation cannot be watched in this run; choose one of loss, evaluation/NAME"),
         ("no such source", "the metric validation/x cannot be watched in this run; choose one of loss"),
         ("no metric", "the metric lr cannot be watched in this run"),
-        ("no number", "the callback NoNumber.evaluate: ValueError: could not convert string to float: 'high'"),
+        ("no number", "the callback NoNumber.evaluate returned 'high' under 'quality', which is no number: ValueError: could not"),
         ("twice", "two callbacks measure 'given'; give one of the numbers another name"),
     ],
 )
 def test_what_is_never_logged_or_no_number_is_refused(pool, config_file, made, line):
     [(code, printed)] = pool.launch(1, run_extended, made, str(config_file))
-    assert code == (1 if made == "no number" else 2) and line in printed and "Traceback" not in printed
+    assert code == 2 and line in printed and "Traceback" not in printed
+
+
+class Misnamed(Callback):
+    def on_recrod(self, run: RunHandle, record: StepRecord) -> None:
+        raise AssertionError("never called")
+
+
+class OfAnotherLibrary(Callback):
+    def on_train_end(self, run: RunHandle) -> None:
+        raise AssertionError("never called")
+
+
+class Evaluates(Callback):
+    def evalute(self, run: RunHandle, step: int) -> dict[str, float]:
+        raise AssertionError("never called")
+
+
+class SinkWithoutWrite(Sink):
+    def wirte(self, record: StepRecord) -> None:
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "sinks", "says"),
+    [
+        (None, [], "main(callbacks=None) is no list; write callbacks=[...]"),
+        (Given(), [], "is no list; write callbacks=[...]"),
+        ([Given], [], "main(callbacks=[...]): Given is a class; write Given(...), which makes one"),
+        ([FailingSink()], [], "is no Callback; derive its class from Callback of pretrain.train.callbacks"),
+        ([], [Given()], "is no Sink; derive its class from Sink of pretrain.observe.sinks"),
+        ([Misnamed()], [], "Misnamed.on_recrod is never called by a run; the nearest that it calls is on_record"),
+        ([OfAnotherLibrary()], [], "OfAnotherLibrary.on_train_end is never called by a run; it calls start, evaluate, on_record"),
+        ([Evaluates()], [], "Evaluates would do nothing in a run: define one of start, evaluate, on_record, on_save, close (it has evalute)"),
+        ([], [SinkWithoutWrite()], "SinkWithoutWrite would do nothing in a run: define write (it has wirte)"),
+    ],
+)
+def test_what_a_run_would_never_call_is_refused_before_it_starts(config_file, callbacks, sinks, says):
+    """A misspelled method was ignored, a class was `type.start: TypeError`, and None a traceback."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", str(config_file), "--check"], callbacks, sinks)
+    assert code == 2 and says in printed.getvalue() and printed.getvalue().count("\n") == 1
+    assert not (config_file.parent / "runs").exists()
+
+
+class Returning(Callback):
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def evaluate(self, run: RunHandle, step: int) -> object:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (3.0, "the callback Returning.evaluate returned 3.0; return numbers by name, such as {'accuracy': 0.5}, or {}"),
+        ({3: 1.0}, "returned a number under 3; its name must be a str that is not empty"),
+        ({"": 1.0}, "returned a number under ''; its name must be a str that is not empty"),
+        ({"a": torch.ones(2)}, "returned tensor([1., 1.]) under 'a', which is no number: "),
+        ({"a": 1.0, "b": None}, "returned None under 'b', which is no number: TypeError: "),
+    ],
+)
+def test_what_evaluate_returns_is_named_if_it_is_no_number_by_name(value, says):
+    """A name that is no str was a traceback of metrics.py on the main rank alone, after the step was saved."""
+    run = SimpleNamespace(mesh=SimpleNamespace(ranks=SimpleNamespace(world_size=1, rank=0)))
+    called = Callbacks([Returning(value)], run)
+    assert called.evaluate(1) == {} and says in str(called.problem) and isinstance(called.problem, ConfigError)
+    assert Callbacks([Returning({"a": torch.ones(()), "b": True})], run).evaluate(1) == {"a": 1.0, "b": 1.0}
 
 
 def test_every_number_of_validation_and_translation_can_be_watched():

@@ -9,6 +9,7 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -76,6 +77,23 @@ def test_the_lock_file_is_flushed_and_names_its_owner(tmp_path, monkeypatch):
     held = json.loads((tmp_path / ".lock").read_text())
     assert (held["process"], held["host"], held["token"]) == (os.getpid(), os.uname().nodename, directory.token)
     directory.release()
+
+
+@pytest.mark.parametrize("kind", ["flock", "file"])
+def test_a_lock_that_finds_no_room_is_named_and_its_release_does_not_fail_as_well(tmp_path, kind):
+    """The error named no file, and closing the lock tried to write again: a traceback took the place of the run's one line."""
+    lock, (soft, hard) = RunLock(tmp_path, kind), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    try:
+        with pytest.raises(OSError) as raised:
+            lock.acquire()
+        lock.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(tmp_path / ".lock")
+    again = RunLock(tmp_path, "flock")
+    again.acquire()
+    again.release()
 
 
 def test_a_rank_that_sees_the_lock_late_or_empty_looks_again(tmp_path):

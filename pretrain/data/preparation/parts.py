@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -26,13 +25,12 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from pretrain.errors import DataError
+from pretrain.errors import FULL, DataError
 
 _RECORDS_IN_MEMORY = 8 << 20
 _BLOCK = 1 << 20
 _HASH_BYTES, _LENGTH_BYTES = 32, 8
 _LEFTOVER = re.compile(r"\.(\d{8})\.part\.")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def document_dtype(deduplicate: bool) -> np.dtype:
@@ -65,7 +63,7 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             message = "no space left; finished work is kept: make room and start the same command again"
         else:
             message = f"cannot be written ({error.strerror})"

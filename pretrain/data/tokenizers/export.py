@@ -169,7 +169,7 @@ def _save_bpe(proto: Any, content: dict[str, Any], output: Path) -> None:
     fast.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if dummy_prefix else decoding)
     special = [p.piece for id, p in enumerate(proto.pieces) if p.type == _CONTROL or id == proto.trainer_spec.unk_id]
     fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
-    fast.save(str(output / JSON_NAME))
+    (output / JSON_NAME).write_text(fast.to_str(pretty=True), encoding="utf-8")
 
 
 def bpe_merges(proto: Any) -> list[tuple[str, str]]:
@@ -238,7 +238,7 @@ def _add_tokens(tokens: list[str], content: dict[str, Any], output: Path, added:
 
         fast = FastTokenizer.from_file(str(output / JSON_NAME))
         fast.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in added])
-        fast.save(str(output / JSON_NAME))
+        (output / JSON_NAME).write_text(fast.to_str(pretty=True), encoding="utf-8")
 
 
 def _write(content: dict[str, Any], output: Path) -> None:

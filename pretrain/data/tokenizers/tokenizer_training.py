@@ -281,7 +281,8 @@ def _save_characters(directory: Path, documents: Iterator[str], limit: int | Non
 
 def _save_hugging_face(directory: Path, tokenizer: Any, special_tokens: Sequence[str]) -> int:
     tokenizer.add_special_tokens([END_OF_TEXT, *special_tokens])
-    tokenizer.save(str(directory / JSON_NAME))
+    # Its own `save` raises a plain Exception on a full disk.
+    (directory / JSON_NAME).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
     if special_tokens:
         config["extra_special_tokens"] = list(special_tokens)

@@ -13,7 +13,21 @@ from pretrain.models.families.declare.family import Family
 
 def family_of(name: str) -> Family:
     """The family of a `model.family` value: what its file calls by the same name, in capitals. Imported when it is used."""
-    return getattr(importlib.import_module(f"pretrain.models.families.{name}"), name.upper())
+    module = f"pretrain.models.families.{name}"
+    try:
+        family = getattr(importlib.import_module(module), name.upper(), None)
+    except ValueError as error:  # of what it declares
+        raise ConfigError(f"model.family={name}: {error}") from error
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        family = None
+    if not isinstance(family, Family) or family.name != name:
+        file = f"pretrain/models/families/{name}.py"
+        raise ConfigError(
+            f'model.family={name}: {file} must have {name.upper()} = Family(name="{name}", ...); docs/adding_a_family.md'
+        )
+    return family
 
 
 def families() -> list[Family]:

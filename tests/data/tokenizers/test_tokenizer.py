@@ -422,3 +422,24 @@ def test_a_tokenizer_can_learn_from_lower_case(tmp_path):
     assert tokenizer.decode(tokenizer.encode("ein hundüber")) == "ein hundüber"
     with pytest.raises(DataError, match="character 'E'"):
         tokenizer.encode("Ein")
+
+
+SMALL_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
+from pretrain.errors import run_tool
+for number, model_type in enumerate(sys.argv[3:]):
+    print(run_tool(lambda: train_tokenizer([sys.argv[1]], sys.argv[2] + model_type, model_type, 280 if "bpe" in model_type else None)))
+"""
+
+
+def test_a_file_that_finds_no_room_is_an_error_of_one_line_and_leaves_nothing_behind(tmp_path):
+    """The tokenizers library's plain Exception was a traceback, and so was an error without a file name."""
+    (tmp_path / "a.txt").write_text("".join(chr(0x4E00 + n) for n in range(200)) + "to be or not to be " * 50)
+    output, kinds = tmp_path / "new tokenizer ", ["byte_bpe", "byte", "char"]
+    command = [sys.executable, "-c", SMALL_DISK, str(tmp_path / "a.txt"), str(output), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("learning")]
+    assert errors == [f"error: {output}{kind}: File too large; make room and start the same command again" for kind in kinds]
+    assert done.stdout.split() == ["1"] * 3 and [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -6,8 +6,6 @@ declaration reads is refused, and so is a switch of ours that the family cannot 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import types
 import typing
@@ -22,6 +20,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.experts import check_router, router_caution
+from pretrain.models.families.declare.consistency import check_names, check_shared, keys_of_model
 from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.declare.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
@@ -143,18 +142,9 @@ class Family:
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
-        shared: dict[str, list[Field]] = {}
-        for item in self.fields:
-            shared.setdefault(item.theirs, []).append(item)
-        for theirs, items in shared.items():
-            if len(items) > 1 and (
-                any(item.back is same for item in items) or any(i.default != items[0].default for i in items)
-            ):
-                raise ValueError(
-                    f"family {self.name}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
-                    "and a `back` of its own"
-                )
+        """Raise ValueError for a slip in the family's file."""
+        check_names(self.name, [*(item.ours for item in self.fields), *self.fixed, *self.defaults])
+        check_shared(self.name, self.fields, same)
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
@@ -354,7 +344,7 @@ def _value(value: Any, model: Model) -> Any:
 
 def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     """The value in the type and range of our key; config.json is a file like any other, and may hold anything."""
-    hint, limits = _keys()[item.ours]
+    hint, limits = keys_of_model()[item.ours]
     value = _converted(hint, item, value, config)
     check_range(limits, value, f"config.json: {item.theirs}={shown(config.get(item.theirs))}")
     return value
@@ -384,17 +374,3 @@ def _is_of(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is list:
         return isinstance(value, list) and all(_is_of(typing.get_args(kind)[0], item) for item in value)
     return typing.get_origin(kind) is typing.Literal and isinstance(value, str) and value in typing.get_args(kind)
-
-
-@functools.cache
-def _keys() -> dict[str, tuple[Any, Any]]:
-    """Type and limits of every key of the model, by its dotted name."""
-
-    def keys(kind: type, prefix: str) -> dict[str, tuple[Any, Any]]:
-        hints, found = typing.get_type_hints(kind), {}
-        for key in dataclasses.fields(kind):
-            name, hint = f"{prefix}{key.name}", hints[key.name]
-            found |= keys(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (hint, key.metadata)}
-        return found
-
-    return keys(Model, "")

@@ -1,0 +1,57 @@
+"""Slips in a family's file, found when it is loaded: its names are those of our keys, and fields that are read twice say what each key gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from pretrain.config.model_schema import Model
+
+
+class Declared(Protocol):
+    """A `Field` of a family."""
+
+    ours: str
+    theirs: str
+    default: Any
+    back: Any
+
+
+@functools.cache
+def keys_of_model() -> dict[str, tuple[Any, Any]]:
+    """Type and limits of every key of the model, by its dotted name."""
+
+    def keys(kind: type, prefix: str) -> dict[str, tuple[Any, Any]]:
+        hints, found = typing.get_type_hints(kind), {}
+        for key in dataclasses.fields(kind):
+            name, hint = f"{prefix}{key.name}", hints[key.name]
+            found |= keys(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (hint, key.metadata)}
+        return found
+
+    return keys(Model, "")
+
+
+def check_names(family: str, names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is no key of the model."""
+    known = keys_of_model()
+    if unknown := next((name for name in names if name not in known), None):
+        near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(f"family {family}: {unknown} is no key of pretrain/config/model_schema.py{hint}")
+
+
+def check_shared(family: str, fields: Sequence[Declared], same: Any) -> None:
+    """Raise ValueError where fields that are read twice do not say what each key gets. `same`: the `back` that says nothing."""
+    shared: dict[str, list[Declared]] = {}
+    for item in fields:
+        shared.setdefault(item.theirs, []).append(item)
+    for theirs, items in shared.items():
+        if len(items) > 1 and (any(item.back is same for item in items) or any(i.default != items[0].default for i in items)):
+            raise ValueError(
+                f"family {family}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
+                "and a `back` of its own"
+            )

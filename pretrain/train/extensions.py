@@ -57,7 +57,8 @@ def _check_kind(name: str, one: object, kind: type) -> None:
 
 def _check_methods(one: object, kind: type, methods: Sequence[str]) -> None:
     """Raise ConfigError for a method that a run never calls, and for an object of which it would call nothing of its own."""
-    others = [name for name in dir(type(one)) if not name.startswith("_") and not hasattr(kind, name)]
+    own = [name for name in dir(type(one)) if not name.startswith("_") and not hasattr(kind, name)]
+    others = [name for name in own if callable(getattr(type(one), name))]
     for name in others:
         if name.startswith("on_"):
             near = difflib.get_close_matches(name, methods, n=1, cutoff=0.6)

@@ -314,7 +314,7 @@ def test_a_byte_that_changed_on_the_way_to_the_disk_is_found(run, tmp_path, monk
 
 
 def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monkeypatch):
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export_model.ShardedWriter, "write", full)

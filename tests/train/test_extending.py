@@ -27,6 +27,7 @@ from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink
 from pretrain.run import main
 from pretrain.train.callbacks import Callback, Callbacks, EarlyStopping, KeepBest, RunHandle, Watched
+from pretrain.train.extensions import Extensions
 from pretrain.train.multiple_choice import MultipleChoice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -369,6 +370,14 @@ def test_what_a_run_would_never_call_is_refused_before_it_starts(config_file, ca
         code = main(["--config", str(config_file), "--check"], callbacks, sinks)
     assert code == 2 and says in printed.getvalue() and printed.getvalue().count("\n") == 1
     assert not (config_file.parent / "runs").exists()
+
+
+def test_what_is_no_method_may_have_any_name():
+    class Flagged(Given):
+        on_gpu = False
+        on_time = property(lambda self: True)
+
+    assert len(Extensions([Flagged()]).callbacks) == 1
 
 
 class Returning(Callback):

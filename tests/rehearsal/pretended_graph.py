@@ -61,6 +61,13 @@ class Recording(TorchDispatchMode):
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors from outside that are written to, and what was in them."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """So that compiled code stays compiled while it is recorded; `is_infra_mode` says so to torch before 2.13."""
+        return True
+
+    is_infra_mode = ignore_compile_internals
+
     def __torch_dispatch__(self, operator, types, args=(), named=None):
         call = Call(operator, args, named or {})
         for tensor in call.written():

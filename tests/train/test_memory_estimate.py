@@ -173,7 +173,7 @@ def test_axes_take_their_share_of_what_they_share():
     assert tensor.weights == context.weights == pytest.approx(alone.weights / 2, rel=0.01)
     assert tensor.activations == pytest.approx(alone.activations / 2, rel=0.15)
     assert 0.5 < context.activations / alone.activations < 0.67  # every rank gathers all keys and values, and keeps them
-    assert found("parallel.tensor=2", "parallel.context=2", ranks=4).activations < 0.65 * tensor.activations
+    assert found("parallel.tensor=2", "parallel.context=2", ranks=4).activations < 0.67 * tensor.activations
     replicas = found("parallel.tensor=2", "parallel.replicate=2", ranks=4)
     assert replicas.weights == tensor.weights and replicas.activations == pytest.approx(tensor.activations, rel=0.02)
 

@@ -69,6 +69,6 @@ class FollowedLog:
         self.last = record
 
     def newest(self, name: str) -> dict[str, Any] | None:
-        """The newest numbers of this name, which is one of EVALUATED, with their step. None: there are none yet."""
+        """The newest numbers of `name` (one of EVALUATED) and their step. None before the first."""
         found = self._evaluated[name]
         return found[-1] if found else None

@@ -21,7 +21,7 @@ WRITES = ("open", "write", "close")
 
 @dataclass(frozen=True)
 class Extensions:
-    """The callbacks and sinks that a script adds to a run. Raises ConfigError for what is none, or would never be called."""
+    """The callbacks and sinks that a script adds to a run. Raises ConfigError for other objects, and for those of which a run calls nothing."""
 
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[Sink] = ()

@@ -167,13 +167,14 @@ def test_gradients_that_come_while_activations_go_are_not_counted_beside_them():
 
 def test_axes_take_their_share_of_what_they_share():
     def found(*options: str, ranks: int = 2) -> RankMemory:
-        return of_model("llama-60m", 2, 2, *SMALL, *options, ranks=ranks, length=512)
+        # As many heads of keys as of queries: fewer are repeated for the kernel that takes a context rank's mask.
+        return of_model("llama-60m", 2, 2, *SMALL, "model.kv_heads=8", *options, ranks=ranks, length=512)
 
     alone, tensor, context = found(*FSDP, ranks=1), found("parallel.tensor=2"), found("parallel.context=2")
     assert tensor.weights == context.weights == pytest.approx(alone.weights / 2, rel=0.01)
     assert tensor.activations == pytest.approx(alone.activations / 2, rel=0.15)
-    assert 0.5 < context.activations / alone.activations < 0.67  # every rank gathers all keys and values, and keeps them
-    assert found("parallel.tensor=2", "parallel.context=2", ranks=4).activations < 0.67 * tensor.activations
+    assert 0.5 < context.activations / alone.activations < 0.65  # every rank gathers all keys and values, and keeps them
+    assert found("parallel.tensor=2", "parallel.context=2", ranks=4).activations < 0.65 * tensor.activations
     replicas = found("parallel.tensor=2", "parallel.replicate=2", ranks=4)
     assert replicas.weights == tensor.weights and replicas.activations == pytest.approx(tensor.activations, rel=0.02)
 

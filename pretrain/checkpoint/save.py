@@ -9,6 +9,7 @@ which starts from them reads its own rows and little more.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import shutil
@@ -82,6 +83,7 @@ class Saving:
         self.agreed = agreed or AgreedPlan()
         self.target, self.tensors, self.state, self.attachments, self.ranks = target, tensors, state, attachments, ranks
         self.writing = files.writing_directory_of(target)
+        self.advice = "" if read is not None else ", or lower checkpoint.keep_last"  # values that are read belong to no run
         if read is not None:
             self.writer, self.planner = StreamingWriter(self.writing), StreamingPlanner(read)
         else:
@@ -102,9 +104,8 @@ class Saving:
                 self._agree(own)
             self.plan = self.planner.finish_plan(self.agreed.share)
             needed = self.ranks.sum("size of a checkpoint", torch.tensor(_bytes_of(self.plan), dtype=torch.int64))
-            self.ranks.on_main(
-                "look at free space", lambda: files.check_space(self.writing, int(needed)), CheckpointError, storage=True
-            )
+            room = functools.partial(files.check_space, self.writing, int(needed), self.advice)
+            self.ranks.on_main("look at free space", room, CheckpointError, storage=True)
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:

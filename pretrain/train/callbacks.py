@@ -142,13 +142,16 @@ class Callbacks:
 
     def _try(self, callback: Callback, method: str, call: Callable[[Callback], None]) -> bool:
         """Call it; the first failure is the problem. Whether it succeeded."""
+        name = f"{type(callback).__name__}.{method}"
         try:
             call(callback)
             return True
         except UserError as error:
             self.problem = self.problem or error
+        except SystemExit:  # the other ranks would wait for this one
+            line = f"the callback {name} called sys.exit; call run.stop(reason), which ends the run in order on all ranks"
+            self.problem = self.problem or TrainingError(line)
         except Exception as error:
-            name = f"{type(callback).__name__}.{method}"
             logging.getLogger(TRACEBACKS).exception("%s", name)
             line = f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
             self.problem = self.problem or TrainingError(line)

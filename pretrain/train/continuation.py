@@ -258,6 +258,9 @@ class Continuation:
             state_of_optimizer = {
                 name: tensor for name, tensor in state_of_optimizer.items() if not name.startswith("optim.ema.")
             }
+        self.ranks.attempt(
+            "state of the optimizer", lambda: self._check_nothing_left(payload, state_of_optimizer), CheckpointError
+        )
         payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
         if begins_mean:
             self.optimizer.begin_means()
@@ -281,6 +284,16 @@ class Continuation:
             record=state.get("record"),
             useful_seconds=useful,
         )
+
+    def _check_nothing_left(self, payload: Payload, state: dict[str, Tensor]) -> None:
+        """Raise CheckpointError if the checkpoint has state of this rank's parameters that `state` has no place for."""
+        for name in payload.names("optim."):
+            _, kind, parameter = name.split(".", 2)
+            if name not in state and kind != "ema" and parameter in self.optimizer.parameters:
+                raise CheckpointError(
+                    f"{payload.checkpoint}: has {name}, which the optimizer does not create before its first step, so it would be lost; "
+                    "add it to the optimizer's create_state"
+                )
 
     def _begins_mean(self, payload: Payload) -> bool:
         return self.optimizer.ema_decay is not None and not payload.names("optim.ema.")

@@ -23,6 +23,7 @@ from running import (
 from pretrain.checkpoint.payload import Payload
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.observe.metrics import read_metrics
+from pretrain.optim.lion import Lion
 
 
 def refusal(pool, config_file, *overrides, ranks=1) -> str:
@@ -54,6 +55,27 @@ def test_weights_of_another_network_are_refused_though_every_shape_fits(pool, tr
     first = trained_run(1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
     line = refusal(pool, config_file, "run.name=second", f"run.init_from={first}", "model.rope.theta=77")
     assert "model.rope.theta was 10000.0 and is 77.0" in line
+
+
+LION_STEP = Lion.step
+
+
+def step_that_creates_state(optimizer: Lion) -> None:
+    LION_STEP(optimizer)
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            optimizer.state[parameter].setdefault("seen", torch.ones_like(parameter))
+
+
+def test_state_that_only_a_step_creates_is_not_lost_in_silence(pool, config_file):
+    overrides = "optim.name=lion", "run.steps=4", "schedule.warmup_steps=0", "checkpoint.every_steps=2"
+    step = (Lion, "step", step_that_creates_state)
+    code, printed = pool.launch(1, run_main_with, *step, str(config_file), *overrides)[0]
+    assert code == 0, printed
+    cut_after(run_directory(config_file), 2)
+    code, printed = pool.launch(1, run_main_with, *step, str(config_file), "run.name=parts", *overrides)[0]
+    assert code == 1 and "which the optimizer does not create before its first step" in printed, printed
+    assert "has optim.seen." in printed and printed.count("error: ") == 1
 
 
 def test_weights_of_another_tokenizer_are_refused(pool, trained_run, config_file):

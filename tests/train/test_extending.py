@@ -58,6 +58,11 @@ class Failing(Callback):
         raise ZeroDivisionError("a mistake of mine")
 
 
+class Exiting(Callback):
+    def on_record(self, run: RunHandle, record: StepRecord) -> None:
+        sys.exit("the loss is low enough")
+
+
 class OneRankFails(Callback):
     """Rank 1 fails while the other is in a sum."""
 
@@ -103,6 +108,7 @@ MADE = {
     "twice": lambda: ([Given(), Given()], []),
     "never measured": lambda: ([KeepBest(1, "evaluation/typo")], []),
     "one rank's own": lambda: ([Given()] if os.environ["RANK"] == "0" else [Failing("close")], []),
+    "exit": lambda: ([Exiting()], []),
     **{method: lambda method=method: ([Failing(method)], []) for method in METHODS},
 }
 
@@ -233,6 +239,13 @@ def test_a_mistake_in_a_callback_ends_the_run_on_all_ranks_with_a_line(pool, con
     log = (run / "logs" / "rank-0.log").read_text()
     assert "ZeroDivisionError: a mistake of mine" in log and "Traceback" in log
     assert status(run)[0] == "failed"
+
+
+def test_a_callback_that_leaves_the_process_takes_no_rank_with_it(pool, config_file):
+    results = pool.launch(2, run_extended, "exit", str(config_file), "run.steps=2", "parallel.strategy=ddp")
+    line = "the callback Exiting.on_record called sys.exit; call run.stop(reason), which ends the run in order on all ranks"
+    assert [code for code, _ in results] == [1, 1] and line in results[0][1], results
+    assert status(config_file.parent / "runs" / "run")[0] == "failed"
 
 
 def test_a_rank_that_fails_alone_while_the_others_sum_ends_the_run_with_its_line(started):

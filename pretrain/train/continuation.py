@@ -258,10 +258,10 @@ class Continuation:
             state_of_optimizer = {
                 name: tensor for name, tensor in state_of_optimizer.items() if not name.startswith("optim.ema.")
             }
+        payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
         self.ranks.attempt(
             "state of the optimizer", lambda: self._check_nothing_left(payload, state_of_optimizer), CheckpointError
         )
-        payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
         if begins_mean:
             self.optimizer.begin_means()
         payload.load(rng, self.ranks)

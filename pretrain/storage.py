@@ -73,6 +73,18 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
         raise _named(error, path) from error
 
 
+def copy_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copyfile, leave_out: str = "") -> None:
+    """Copy a directory into the new directory `target`, without files named `leave_out`. Raises OSError of the file that failed; shutil.copytree
+    raises a list without an errno.
+    """
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            copy_tree(path, target / path.name, copy, leave_out)
+        elif path.name != leave_out:
+            copy(path, target / path.name)
+
+
 def append_line(path: Path, text: str) -> None:
     """Append one line to a file and create the file if it is missing. If a crash or a full disk tore the last line, end that line first.
 

@@ -79,12 +79,12 @@ def describe_file(path: Path, seen: Callable[[int], object] | None = None) -> di
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path, seen)}
 
 
-def check_space(writing: Path, needed: int, advice: str = "") -> None:
-    """Raise CheckpointError if there is no room for `needed` bytes of all ranks, on storage that they share. `advice` ends its message."""
+def check_space(writing: Path, needed: int) -> None:
+    """Raise CheckpointError if there is no room for `needed` bytes of all ranks, on storage that they share."""
     # torch reports a disk that fills up while it writes as a mismatch of positions, so it is better to look before.
     free = shutil.disk_usage(writing).free
     if free < needed:
-        raise CheckpointError(f"it takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; make room{advice}")
+        raise CheckpointError(f"it takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; make room")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -9,7 +9,6 @@ which starts from them reads its own rows and little more.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import shutil
@@ -35,7 +34,7 @@ from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
-from pretrain.storage import flush, make_directory, plain, sha256_of
+from pretrain.storage import copy_tree, flush, make_directory, plain, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,6 @@ class Saving:
         self.agreed = agreed or AgreedPlan()
         self.target, self.tensors, self.state, self.attachments, self.ranks = target, tensors, state, attachments, ranks
         self.writing = files.writing_directory_of(target)
-        self.advice = "" if read is not None else ", or lower checkpoint.keep_last"  # values that are read belong to no run
         if read is not None:
             self.writer, self.planner = StreamingWriter(self.writing), StreamingPlanner(read)
         else:
@@ -104,8 +102,9 @@ class Saving:
                 self._agree(own)
             self.plan = self.planner.finish_plan(self.agreed.share)
             needed = self.ranks.sum("size of a checkpoint", torch.tensor(_bytes_of(self.plan), dtype=torch.int64))
-            room = functools.partial(files.check_space, self.writing, int(needed), self.advice)
-            self.ranks.on_main("look at free space", room, CheckpointError, storage=True)
+            self.ranks.on_main(
+                "look at free space", lambda: files.check_space(self.writing, int(needed)), CheckpointError, storage=True
+            )
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:
@@ -258,7 +257,7 @@ def write_checkpoint(
 
 
 def _start(writing: Path) -> None:
-    shutil.rmtree(writing, ignore_errors=True)
+    files.remove(writing)
     make_directory(writing.parent)
     writing.mkdir()
 
@@ -279,7 +278,7 @@ def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict
             flush((directory / name).parent)
             names.append(name)
         elif source.is_dir():
-            shutil.copytree(source, directory / name)
+            copy_tree(source, directory / name)
             names += [str(p.relative_to(directory)) for p in sorted((directory / name).rglob("*")) if p.is_file()]
             flush(directory / name)
         else:

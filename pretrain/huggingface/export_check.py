@@ -25,11 +25,13 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section
-from pretrain.errors import UserError
+from pretrain.errors import UserError, line_of
 from pretrain.huggingface.directory import check_round_trip, plan_weights
 from pretrain.models.families import family_of
 
 LIMIT_SECONDS = 300.0
+NOT_KNOWN = os.EX_TEMPFAIL
+"""Exit code of a check that this machine kept from its end, by a full disk for instance."""
 _ROOT = Path(__file__).resolve().parents[2]
 # Of the launcher and accelerate: the process is no rank, and transformers acts on some of them when it is imported.
 _LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ACCELERATE_", "FSDP_", "PARALLELISM_")
@@ -114,13 +116,13 @@ class ExportCheck:
         self._process = None
         self._answer.seek(0)
         self._complained.seek(0)
-        if code is None or code < 0:
+        last = (self._complained.read().decode(errors="replace").strip() or f"exit code {code}").splitlines()[-1]
+        if code is None or code < 0 or code == NOT_KNOWN:
             late = f"not done after {self.limit_seconds:g} s" if self._seconds_left() <= 0 else "left, for a request to stop"
-            what = late if code is None else f"ended by signal {-code}"
+            what = late if code is None else last if code == NOT_KNOWN else f"ended by signal {-code}"
             self.say(f"export check: {what}; whether this run can be exported is not known")
             return None
         if code > 0:
-            last = (self._complained.read().decode(errors="replace").strip() or f"exit code {code}").splitlines()[-1]
             return f"export check: this run could not be exported: {last}; {_REMEDY}"
         answer = json.loads(self._answer.read())
         if answer["problem"]:
@@ -164,6 +166,14 @@ def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]
 def main() -> None:
     """The process: a task on standard input, the answer in the open file that the task names."""
     os.nice(10)  # training goes first
+    try:
+        _answer()
+    except OSError as error:
+        print(line_of(error), file=sys.stderr)
+        sys.exit(NOT_KNOWN)
+
+
+def _answer() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
     started = time.monotonic()
     said, problem = "", None

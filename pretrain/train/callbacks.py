@@ -22,7 +22,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.errors import CheckpointError, ConfigError, TrainingError, UserError, line_of, shown
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord
-from pretrain.storage import exists, flush
+from pretrain.storage import copy_tree, exists, flush
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class KeepBest(Callback):
         if not exists(target) or files.manifest_hash(target) != files.manifest_hash(checkpoint):
             writing = files.writing_directory_of(target)
             shutil.rmtree(writing, ignore_errors=True)
-            shutil.copytree(checkpoint, writing, copy_function=_link, ignore=shutil.ignore_patterns(MEASURED))
+            copy_tree(checkpoint, writing, _link, MEASURED)
             value = self.watched.sign * self.values[files.step_of(checkpoint)]
             files.write_json(writing / MEASURED, {"metric": self.watched.metric, "value": value})
             flush(writing)
@@ -373,9 +373,9 @@ class KeepBest(Callback):
                 files.discard(other)
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # storage without hard links
         shutil.copyfile(source, target)
-        flush(Path(target))
+        flush(target)

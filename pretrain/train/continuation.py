@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 import uuid
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretrain.checkpoint.choose import is_of_line
-from pretrain.checkpoint.files import complete_checkpoints, directory_of, step_of
+from pretrain.checkpoint.files import MANIFEST, complete_checkpoints, directory_of, step_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import AgreedPlan, Saving, retire
@@ -170,7 +171,14 @@ class Continuation:
         try:
             yield
         except CheckpointError as error:
-            good = f"{self.last} stays good" if self.last else "there is no earlier checkpoint"
+            is_there = self.last is not None and os.path.exists(self.last / MANIFEST)
+            good = (
+                f"{self.last} stays good"
+                if is_there
+                else f"{self.last} is gone"
+                if self.last
+                else "there is no earlier checkpoint"
+            )
             raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
 
     def _state(self, progress: Progress) -> dict[str, Any]:

@@ -105,7 +105,11 @@ class RunDirectory:
 
     def restore_record(self) -> None:
         """Write the record of this start again if somebody has removed it, or the whole directory, while the run trains."""
-        if self._recorded is None or exists(self.path / "identity.json"):
+        try:
+            if self._recorded is None or exists(self.path / "identity.json"):
+                return
+        except OSError as error:  # the save that follows fails for the same reason, on all ranks together
+            log.warning("%s: cannot be looked at: %s", self.path, reason_of(error))
             return
         log.warning(
             "%s: identity.json is gone, so somebody has removed the directory while the run trains. What describes the run is written again; logs and "
@@ -171,6 +175,8 @@ class RunDirectory:
         }
         durable = state != "running"
         self._status_lines.attempt(lambda: replace_text(self.path / "status.json", json.dumps(status) + "\n", durable))
+        if durable:
+            self._status_lines.close()
 
 
 def _now() -> str:

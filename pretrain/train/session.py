@@ -21,7 +21,7 @@ from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher, expected_world_size, ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
-from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
+from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, line_of, print_error
 from pretrain.huggingface.export_check import start_export_check
 from pretrain.models import build_network
 from pretrain.models.families import family_of
@@ -288,7 +288,7 @@ def _hash_data(plan: Plan, ranks: Ranks) -> None:
 
 
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = str(error).splitlines()[0] if str(error) else line_of(error)
     logging.getLogger(TRACEBACKS).error("%s\n%s", line, "".join(traceback.format_exception(error)))
     # If this start never took over the directory, the run there keeps its status.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):

@@ -118,6 +118,16 @@ def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte
     assert said[2:] == ["export check: left, for a request to stop; whether this run can be exported is not known"]
 
 
+def test_a_full_disk_says_nothing_of_the_run(byte_tokenizer, tmp_path, monkeypatch):
+    """A page left in /tmp ended a run that could be exported."""
+    monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "raise OSError(28, 'No space left on device')"))
+    said: list[str] = []
+    with ExportCheck(SMALL, byte_tokenizer, [], said.append) as check:
+        assert check.finish() is None
+    reason = "OSError: [Errno 28] No space left on device"
+    assert said == [f"export check: {reason}; whether this run can be exported is not known"]
+
+
 def test_what_libraries_print_is_not_taken_for_the_answer(byte_tokenizer, tmp_path, monkeypatch):
     """One printed line ended the run with a JSONDecodeError."""
     source = """import atexit, os; print("a notice"); os.write(1, b"of C\\n"); atexit.register(print, "{'a': 'farewell'}")"""

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from running import (
 
 from pretrain.checkpoint.payload import Payload
 from pretrain.distributed.launcher import launched_ranks
+from pretrain.errors import CheckpointError
 from pretrain.observe.metrics import read_metrics
 from pretrain.optim.lion import Lion
+from pretrain.train.continuation import Continuation
 
 
 def refusal(pool, config_file, *overrides, ranks=1) -> str:
@@ -183,6 +186,21 @@ def test_a_failure_that_cannot_be_recorded_is_still_the_one_that_is_printed(pool
     overrides = ("optim.lr=1e30", "schedule.warmup_steps=0")
     [(code, printed)] = pool.launch(1, fail_without_room_for_the_status, str(config_file), *overrides)
     assert code == 1 and "error: step 2: loss nan" in printed and "status.json: cannot be written: No space left" in printed
+    assert "status.json: could not be written to the end" in printed
+
+
+def test_a_checkpoint_that_is_gone_is_not_said_to_stay_good(tmp_path):
+    last = tmp_path / "step-00000002"
+
+    def explained() -> str:
+        with pytest.raises(CheckpointError) as caught, Continuation._explained(SimpleNamespace(last=last), 4):
+            raise CheckpointError("no room")
+        return str(caught.value)
+
+    assert explained() == f"checkpoint of step 4 could not be saved: no room; {last} is gone"
+    last.mkdir()
+    (last / "manifest.json").touch()
+    assert explained() == f"checkpoint of step 4 could not be saved: no room; {last} stays good"
 
 
 def test_offloaded_state_computes_the_same(pool, config_file):

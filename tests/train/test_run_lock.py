@@ -234,6 +234,17 @@ def tidied_up(config_file: str, *overrides: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+def test_a_directory_that_cannot_be_looked_at_is_a_warning(tmp_path, monkeypatch, caplog):
+    def closed(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    directory = RunDirectory(tmp_path)
+    directory.record_start({}, "", {})
+    monkeypatch.setattr("pretrain.train.run_directory.exists", closed)
+    directory.restore_record()
+    assert f"{tmp_path}: cannot be looked at: " in caplog.text and "Permission denied" in caplog.text
+
+
 def test_a_directory_that_is_removed_is_said_and_what_the_run_still_saves_can_be_resumed(pool, config_file):
     constant = "schedule={name: constant, warmup_steps: 0}"
     options = ("run.steps=8", constant, "checkpoint.every_steps=4", "parallel.strategy=single")

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -30,7 +31,7 @@ from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
+from pretrain.storage import copy_tree, flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
 
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _HASHES = "files.sha256.json"
@@ -117,8 +118,9 @@ class WorkDirectory:
     def _remove_tree(self, path: Path) -> None:
         # Rename it first, so that an orphan of a killed parent cannot add a file between listing and removing.
         # On NFS a file that a process still has open stays, under another name, until that process ends.
-        with tempfile.TemporaryDirectory(prefix=_BEGIN, dir=self.path, ignore_cleanup_errors=True) as aside:
-            os.rename(path, Path(aside, "removed"))
+        aside = self.path / f"{_BEGIN}{secrets.token_hex(4)}"  # no new directory: a disk without room has none for it either
+        os.rename(path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def agree(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the plan, or compare with the existing one. Raises DataError naming a difference if the work was begun with another."""
@@ -156,7 +158,7 @@ class WorkDirectory:
         try:
             # Earlier versions kept no hashes. Of their work, only what decides the ids is checked.
             expected = unsealed(hashes.read_bytes()) if hashes.exists() else {}
-            shutil.copytree(self.tokenizer, target, ignore=shutil.ignore_patterns(_HASHES))
+            copy_tree(self.tokenizer, target, leave_out=_HASHES)
             other = (f"{name} has other content" for name, sha256 in expected.items() if sha256_of(target / name) != sha256)
             if problem := next(other, None) or copy_difference(target, self.read_plan().tokenizer):
                 raise ValueError(problem)

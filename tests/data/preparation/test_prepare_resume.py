@@ -19,10 +19,12 @@ from running import tool
 
 from pretrain.data.preparation import parts
 from pretrain.data.preparation.prepare import FinishedTask, merge, prepare
+from pretrain.data.preparation.work_directory import WorkDirectory
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
+from pretrain.storage import copy_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {"validation_fraction": 0.2, "deduplicate": True, "shard_tokens": 3000, "unit_bytes": 1500}
@@ -642,6 +644,38 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(inputs, trained, s
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert files_of(tmp_path / "out") == straight
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_disk_without_room_for_one_directory_lets_the_work_be_removed(inputs, trained, straight, tmp_path, monkeypatch):
+    """prepare_data ended with an error though its output was complete."""
+
+    def remove(directory):
+        def full(*arguments, **options):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", full)
+            return removed(directory)
+
+    removed = WorkDirectory.remove
+    monkeypatch.setattr(WorkDirectory, "remove", remove)
+    prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
+    assert files_of(tmp_path / "out") == straight and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_directory_is_copied_whole_or_the_error_has_a_number(tmp_path):
+    (tmp_path / "from" / "deep").mkdir(parents=True)
+    for name in "a", "b", "deep/c":
+        (tmp_path / "from" / name).write_text(name)
+    copy_tree(tmp_path / "from", tmp_path / "to", leave_out="b")
+    assert sorted(str(p.relative_to(tmp_path / "to")) for p in (tmp_path / "to").rglob("*")) == ["a", "deep", "deep/c"]
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    with pytest.raises(OSError) as caught:
+        copy_tree(tmp_path / "from", tmp_path / "other", full)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "other" / "a"))
 
 
 @pytest.mark.slow

@@ -171,14 +171,9 @@ class Continuation:
         try:
             yield
         except CheckpointError as error:
-            is_there = self.last is not None and os.path.exists(self.last / MANIFEST)
-            good = (
-                f"{self.last} stays good"
-                if is_there
-                else f"{self.last} is gone"
-                if self.last
-                else "there is no earlier checkpoint"
-            )
+            good = "there is no earlier checkpoint"
+            if self.last is not None:
+                good = f"{self.last} {'stays good' if os.path.exists(self.last / MANIFEST) else 'cannot be found'}"
             raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
 
     def _state(self, progress: Progress) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_gone_is_not_said_to_stay_good(tmp_path):
             raise CheckpointError("no room")
         return str(caught.value)
 
-    assert explained() == f"checkpoint of step 4 could not be saved: no room; {last} is gone"
+    assert explained() == f"checkpoint of step 4 could not be saved: no room; {last} cannot be found"
     last.mkdir()
     (last / "manifest.json").touch()
     assert explained() == f"checkpoint of step 4 could not be saved: no room; {last} stays good"

@@ -77,7 +77,7 @@ def copy_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] =
     """Copy a directory into the new directory `target`, without files named `leave_out`. Raises OSError of the file that failed; shutil.copytree
     raises a list without an errno.
     """
-    target.mkdir()
+    target.mkdir(parents=True)
     for path in sorted(source.iterdir()):
         if path.is_dir():
             copy_tree(path, target / path.name, copy, leave_out)

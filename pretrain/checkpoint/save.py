@@ -257,7 +257,7 @@ def write_checkpoint(
 
 
 def _start(writing: Path) -> None:
-    files.remove(writing)
+    writing.unlink() if writing.is_symlink() else shutil.rmtree(writing, ignore_errors=True)
     make_directory(writing.parent)
     writing.mkdir()
 

@@ -465,3 +465,11 @@ def test_a_write_that_ends_without_a_word_is_no_checkpoint(tmp_path, error):
     with pytest.raises(CheckpointError, match="MemoryError|not written to the end"):
         saving.finish()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_in_the_place_of_an_unfinished_save_is_removed_and_not_followed(tmp_path):
+    (tmp_path / "own").mkdir()
+    target = tmp_path / "step-00000001"
+    files.writing_directory_of(target).symlink_to(tmp_path / "own")
+    save.write_checkpoint(target, {"model.weight": torch.zeros(2)}, {}, {}, ALONE)
+    assert files.verify(target) is None and list((tmp_path / "own").iterdir()) == []

@@ -667,8 +667,9 @@ def test_a_directory_is_copied_whole_or_the_error_has_a_number(tmp_path):
     (tmp_path / "from" / "deep").mkdir(parents=True)
     for name in "a", "b", "deep/c":
         (tmp_path / "from" / name).write_text(name)
-    copy_tree(tmp_path / "from", tmp_path / "to", leave_out="b")
-    assert sorted(str(p.relative_to(tmp_path / "to")) for p in (tmp_path / "to").rglob("*")) == ["a", "deep", "deep/c"]
+    made = tmp_path / "a new folder" / "to"
+    copy_tree(tmp_path / "from", made, leave_out="b")
+    assert sorted(str(path.relative_to(made)) for path in made.rglob("*")) == ["a", "deep", "deep/c"]
 
     def full(source, target):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))

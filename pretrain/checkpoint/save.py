@@ -201,7 +201,7 @@ class Saving:
             yield
         except CheckpointError as error:
             if self.ranks.is_main:
-                shutil.rmtree(self.writing, ignore_errors=True)
+                files.remove(self.writing)
             raise CheckpointError(f"{self.writing}: {error}") from error
 
 
@@ -257,7 +257,7 @@ def write_checkpoint(
 
 
 def _start(writing: Path) -> None:
-    writing.unlink() if writing.is_symlink() else shutil.rmtree(writing, ignore_errors=True)
+    files.remove(writing)
     make_directory(writing.parent)
     writing.mkdir()
 

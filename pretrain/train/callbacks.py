@@ -360,7 +360,7 @@ class KeepBest(Callback):
         target = self.folder / checkpoint.name
         if not exists(target) or files.manifest_hash(target) != files.manifest_hash(checkpoint):
             writing = files.writing_directory_of(target)
-            shutil.rmtree(writing, ignore_errors=True)
+            files.remove(writing)
             copy_tree(checkpoint, writing, _link, MEASURED)
             value = self.watched.sign * self.values[files.step_of(checkpoint)]
             files.write_json(writing / MEASURED, {"metric": self.watched.metric, "value": value})

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pretrain.errors import INTERRUPTED, ConfigError, UserError, print_error
+from pretrain.errors import INTERRUPTED, ConfigError, LaunchError, UserError, print_error
 
 if TYPE_CHECKING:
     from pretrain.observe.sinks import Sink
@@ -100,6 +101,7 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
     from pretrain.train.garbage import first_import
 
     config, origins = load_config(arguments.config, arguments.overrides)
+    _refuse_without_temporary_files()
     try:
         if arguments.print_config:
             from pretrain.train.resolve import resolve
@@ -120,6 +122,14 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
         if key is None or key not in origins:
             raise
         raise ConfigError(f"{origins[key]}: {error}", key) from error
+
+
+def _refuse_without_temporary_files() -> None:
+    """Raise LaunchError if no directory takes temporary files. torch would fail to be imported, with a traceback."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise LaunchError(f"{error.strerror}; set TMPDIR to a directory with room that can be written to") from error
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from pretrain import progress
 from pretrain.distributed import ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 TOOL = "from pretrain.errors import DataError, run_tool\nimport os\n{}\nraise SystemExit(run_tool(work))"
 
 
@@ -38,6 +42,15 @@ def test_a_full_disk_is_a_line_though_the_system_names_no_file():
     code, said = ended("def work():\n    with open('/dev/full', 'w') as file:\n        file.write('a')")
     assert code == 1
     assert said == "error: a file cannot be written: No space left on device; make room and start the same command again\n"
+
+
+def test_a_run_without_a_place_for_temporary_files_is_a_line():
+    """It was a traceback of torch's import."""
+    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(ROOT / "configs" / "pretrain" / "llama-125m.yaml"), "--check"]
+    no_room = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=no_room)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: No usable temporary directory found in [") and "set TMPDIR" in done.stderr
 
 
 def test_errors_that_come_first_are_still_told():

@@ -20,6 +20,7 @@ from pretrain.train.callbacks import Callbacks, RunHandle
 from pretrain.train.continuation import Continuation, Progress
 from pretrain.train.extensions import Extensions
 from pretrain.train.measurements import Measurements
+from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import Stopped, StopPoll
@@ -79,8 +80,10 @@ class Reporting:
     def evaluate(self, record: StepRecord, poll: StopPoll) -> bool:
         """Put the evaluations that are due into the record. Return False if a stop request cut them short."""
         due = self.evaluation.due(record.step)
+        doing = f"the evaluation after step {record.step}"
         try:
-            found = self.evaluation.run(due, poll)
+            with explaining_memory(doing, self.plan, self.directory, self.ranks.rank):
+                found = self.evaluation.run(due, poll)
         except Stopped:
             if self.ranks.is_main:
                 left = " and ".join(due)

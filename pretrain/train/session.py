@@ -34,6 +34,7 @@ from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import describe_attention, set_attention_kernel
 from pretrain.train.extensions import NO_EXTENSIONS, Extensions
+from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
@@ -215,7 +216,8 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             for line in [*lines, *origin.lines]:
                 log.info(line)
         _hash_data(plan, ranks)
-        with ranks.part("construction of the model", device=True):
+        what = "construction of the model"
+        with ranks.part(what, device=True), explaining_memory(f"the {what}", plan, directory, ranks.rank):
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
@@ -292,7 +294,7 @@ def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ran
     logging.getLogger(TRACEBACKS).error("%s\n%s", line, "".join(traceback.format_exception(error)))
     # If this start never took over the directory, the run there keeps its status.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
-        directory.write_status("failed", trainer.progress.step if trainer else 0, line)
+        directory.write_status("failed", trainer.settled_step if trainer else 0, line)
 
 
 def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:

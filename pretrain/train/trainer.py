@@ -33,7 +33,7 @@ from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.layer_statistics import LayerStatistics
 from pretrain.train.measurements import Measurements
-from pretrain.train.out_of_memory import out_of_memory, remember_allocations
+from pretrain.train.out_of_memory import explaining_memory, remember_allocations
 from pretrain.train.plan import Plan
 from pretrain.train.reporting import Reporting
 from pretrain.train.run_directory import RunDirectory
@@ -67,6 +67,7 @@ class Trainer:
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
         self.ahead: TakenStep | None = None
+        self.settled_step = self.progress.step
         self.end_reason: str | None = None
         """Why a callback ended the run."""
 
@@ -156,7 +157,7 @@ class Trainer:
         Raises TrainingError if its update was refused, and no more steps may be skipped.
         """
         figures, router_loss = step.figures.read(), None
-        self.settled_samples = step.samples
+        self.settled_step, self.settled_samples = step.number, step.samples
         if step.is_finite(figures):
             router_loss = self.expert_loads.settle(figures)
             self.progress.skipped_in_a_row = 0
@@ -263,7 +264,9 @@ class Trainer:
         `waited`: seconds that this rank's batch took. Return whether no evaluation was cut short.
         """
         started, flops = time.monotonic(), verdict.target_tokens * self.measurements.flops_of_a_token(self.progress.samples)
-        with self._profile(self.progress.step + 1, waited), self._explaining_memory(self.progress.step + 1):
+        number = self.progress.step + 1
+        explaining = explaining_memory(f"step {number}", self.plan, self.directory, self.ranks.rank)
+        with self._profile(number, waited), explaining:
             before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest, verdict.source_tokens)
         self.garbage.after_step(self.progress.step)
         record = self.settle(before) if before else None
@@ -298,13 +301,6 @@ class Trainer:
         return profiled(
             Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, means, tell)
         )
-
-    @contextmanager
-    def _explaining_memory(self, number: int) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, self.config, self.plan.layout, number, self.directory.path, self.ranks.rank) from error
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is saved or evaluated, and so is settled before the next one."""

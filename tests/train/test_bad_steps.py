@@ -11,8 +11,12 @@ import torch
 from running import losses, run_main, run_main_with, state_of, train
 
 from pretrain.checkpoint.payload import first_nonfinite
+from pretrain.config.load import load_config
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
+from pretrain.parallel.layout import plan_layout
 from pretrain.parallel.strategy import Strategy
+from pretrain.train.continuation import Continuation
+from pretrain.train.out_of_memory import remedies
 
 STEADY = ("run.steps=6", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "checkpoint.keep_last=0")
 EXPERTS = (
@@ -239,6 +243,38 @@ def test_a_step_that_does_not_fit_says_which_keys_to_change(config_file, overrid
     assert code == 1 and "step 1 needs more memory than there is (CUDA out of memory. Tried to allocate 2.00 GiB)" in error
     assert all(part in error for part in said) and not any(part in error for part in unsaid), error
     assert "log.memory_history=true writes what lies in memory" in error
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "doing"),
+    [(Continuation, "restore", "the construction of the model"), (Strategy, "evaluate", "the evaluation after step 1")],
+)
+def test_memory_that_runs_out_outside_a_step_is_a_line_as_well(config_file, prepared, owner, name, doing):
+    """It was a traceback."""
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError(FULL)
+
+    options = ("run.steps=2", "schedule.warmup_steps=0", "validation.every_steps=1", f"data.validation=[{{path: {prepared}, name: v}}]")
+    code, printed = run_main_with(owner, name, full, str(config_file), *options)
+    error = next(line for line in printed.splitlines() if line.startswith("error: "))
+    assert code == 1 and f"{doing} needs more memory than there is (CUDA out of memory." in error and "Traceback" not in printed
+
+
+ADVICE = {
+    "selective": (["parallel.activation_checkpointing=selective"], "activation_checkpointing=full", "activation_offload"),
+    "all compiled": (["parallel.activation_checkpointing=full", "parallel.compile=model"], "micro_sequences", "activation_offload"),
+    "batches of tokens": (["batch.tokens=4096"], "set batch.micro_tokens to less", "micro_sequences"),
+    "their micro-steps": (["batch={tokens: 4096, micro_tokens: 512}"], "lower batch.micro_tokens=512", "micro_sequences"),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_what_is_advised_without_memory_can_be_done_and_is_the_next_step(config_file, case):
+    overrides, said, unsaid = ADVICE[case]
+    config = load_config(config_file, overrides)[0]
+    advice = "; ".join(remedies(config, plan_layout(config, 1, 1000, None)))
+    assert said in advice and unsaid not in advice
 
 
 def test_a_history_of_a_gpu_s_memory_is_refused_on_a_cpu(config_file):

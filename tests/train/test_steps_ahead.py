@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_a_step_that_is_refused_is_noticed_one_step_later_and_nothing_of_it_stay
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in state_of(other, 8).items())
     [(code, printed)] = pool.launch(1, settled_late, "bad", [3], str(config_file), "run.name=ends", *steady)
     assert code != 0 and "error: step 3: loss nan, gradient norm nan" in printed and "the step was not taken" in printed
-    assert [record["step"] for record in read_metrics(config_file.parent / "runs" / "ends")] == [1, 2]
+    ends = config_file.parent / "runs" / "ends"
+    assert [record["step"] for record in read_metrics(ends)] == [1, 2]
+    assert json.loads((ends / "status.json").read_text())["step"] == 3  # it was 4, which was queued when step 3 was found bad
 
 
 class HostReads(TorchDispatchMode):

@@ -20,3 +20,8 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+
+
+def own_part(count: int, rank: int, size: int) -> slice:
+    """A rank's stretch of `count` things, which all ranks share equally."""
+    return slice(rank * count // size, (rank + 1) * count // size)

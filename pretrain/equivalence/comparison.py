@@ -52,7 +52,7 @@ class Row:
     same_micro_batches: bool
     seconds: float
     measured: tuple[Measured, ...] = ()
-    """Of each rank."""
+    """One for each rank."""
 
     @property
     def equal(self) -> bool:

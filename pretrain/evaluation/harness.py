@@ -20,7 +20,7 @@ from pretrain.evaluation.texts import TextWatch
 from pretrain.models.generate import Sampling, generate_batch
 
 MOST_TOKENS = 256
-"""Of a generated answer, where a task does not say."""
+"""The length of a generated answer, where a task does not say."""
 
 
 class HarnessModel(TemplateLM):

@@ -132,8 +132,8 @@ def check_router(model: Model) -> None:
     experts = model.experts
     if experts.count > 1 and experts.active == 1 and experts.normalise:
         raise ConfigError(
-            "model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1, so the loss gives its router no "
-            "gradient and it stays random; raise model.experts.active to 2, or set normalise to false where the family allows it"
+            "model.experts.active=1 with model.experts.normalise=true never trains the router: a token's one weight is always 1, which has no "
+            "gradient; raise model.experts.active to 2, or set normalise to false where the family allows it"
         )
 
 

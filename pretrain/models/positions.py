@@ -145,7 +145,7 @@ class RelativeBias(nn.Module):
         self.buckets, self.max_distance, self.causal = buckets, max_distance, causal
         self.table = Embedding(buckets, heads)
         self.rows_at_hand = every_row
-        """Of which queries the biases are, unless parallel/ sets another function: of all."""
+        """A function that says which queries the biases are for. It says all, unless parallel/ sets another one."""
 
     def forward(self, start: int, stop: int, device: torch.device) -> Tensor:
         """What is added to the scores of queries [start, stop) over keys [0, stop), [1, H, T, S]; -inf at later positions of a decoder."""

@@ -25,6 +25,15 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.parallel.blocks import DTYPES
 
 
+def keeps_buckets(config: Config, replicas: int) -> bool:
+    """Whether buckets stay as they were made, on so many ranks.
+
+    DDP rebuilds them after the first iteration. With more than two ranks that changes the order of sums, and a resumed run would differ in the last
+    bit. It keeps them while it looks for unused parameters.
+    """
+    return config.run.deterministic and replicas > 2
+
+
 class DataParallel:
     """DDP whose reductions sum, deferred to the last micro-step unless `grad_sync: every`."""
 
@@ -33,9 +42,7 @@ class DataParallel:
         self.device = mesh.device
         self.replicas = mesh.sizes["replicate"]
         self.every = config.parallel.grad_sync == "every"
-        # DDP rebuilds its buckets after the first iteration. With more than two ranks that changes the order of sums, and a
-        # resumed run would differ in the last bit. DDP keeps its buckets while it looks for unused parameters.
-        self.keep_buckets = config.run.deterministic and self.replicas > 2
+        self.keep_buckets = keeps_buckets(config, self.replicas)
         self.is_wide = config.precision.gradients == "fp32" and config.precision.master == "bf16"
         self.taken: dict[nn.Parameter, Tensor] = {}
         """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""

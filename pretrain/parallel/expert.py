@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import own_part
 from pretrain.errors import ConfigError
 from pretrain.models.compiling import never_compiled
 from pretrain.models.experts import Experts, permute
@@ -59,7 +60,7 @@ class ExpertAxis:
 
     def own(self, count: int) -> slice:
         """The experts of this rank, of so many."""
-        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+        return own_part(count, self.rank, self.size)
 
     def _own_product(
         self,

@@ -9,6 +9,7 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
+from pretrain.distributed.shards import own_part
 from pretrain.models import build_network
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, Layout, state_bytes
@@ -88,7 +89,8 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
 
 
 def _experts(count: int, place: int, ranks: int) -> str:
-    return _span(place * count // ranks, (place + 1) * count // ranks)
+    own = own_part(count, place, ranks)
+    return _span(own.start, own.stop)
 
 
 def _positions(length: int, place: dict[str, int], sizes: dict[str, int]) -> str:

@@ -89,7 +89,7 @@ def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
     if strategy != "ddp" or exchanges:
         what = "optim.name=muon" if strategy == "ddp" else f"parallel.strategy={strategy}"
         raise ConfigError(
-            f"parallel.backend=gloo does not work with {what} on GPUs: gloo adds up tensors of theirs, and carries no other messages with them; set it to nccl"
+            f"parallel.backend=gloo does not work with {what} on GPUs: gloo supports only all-reduce and broadcast of GPU tensors; set it to nccl"
         )
 
 

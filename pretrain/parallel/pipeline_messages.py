@@ -44,7 +44,7 @@ class Mail:
     def __init__(self, axis: Stages, places: list[dict[Action, int]]) -> None:
         self.axis, self.places = axis, places
         self.sent: list[tuple[int, Action, dist.Work, Tensor]] = []
-        """Of each message: the receiver, and the action that takes it."""
+        """For each message: the receiver, the action that takes it, the work under way, and the tensor."""
         self.kept: dict[Action, tuple[Tensor, ...]] = {}
         """Messages from this rank to itself."""
         self.coming: dict[Action, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from pretrain.distributed.mesh import Mesh
-from pretrain.distributed.shards import local
+from pretrain.distributed.shards import local, own_part
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts
@@ -50,7 +50,6 @@ from pretrain.parallel.tensor_modules import (
     Sublayer,
     first_row,
     like_whole,
-    own_part,
 )
 
 _SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)

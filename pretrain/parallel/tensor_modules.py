@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from pretrain.distributed.shards import own_part
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
@@ -190,8 +191,3 @@ def like_whole(part: Tensor, whole: DTensor) -> DTensor:
 def first_row(count: int, size: int, rank: int) -> int:
     """The first of `count` rows that a rank holds; DTensor gives the last ranks fewer."""
     return min(count, rank * -(-count // size))
-
-
-def own_part(count: int, rank: int, size: int) -> slice:
-    """A rank's stretch of `count` things, which all ranks share equally."""
-    return slice(rank * count // size, (rank + 1) * count // size)

@@ -33,6 +33,7 @@ from pretrain.models.loss import LossOptions
 from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.ddp import keeps_buckets
 from pretrain.parallel.fsdp_gathers import keeps_weights, resharding
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.pipeline_order import DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
@@ -118,9 +119,9 @@ def _add(traffic: Traffic, kind: str, count: int, each: bool) -> None:
 def _add_buckets(traffic: Traffic, network: nn.Module, config: Config, layout: Layout) -> None:
     """DDP fills buckets in the order in which gradients come, which is about that of the parameters reversed.
 
-    Buckets that are kept (`DataParallel.keep_buckets`) are in the order of the parameters, and a map of used ones travels besides.
+    Buckets that are kept (`keeps_buckets`) are in the order of the parameters, and a map of used ones travels besides.
     """
-    kept = config.run.deterministic and layout.replicate > 2
+    kept = keeps_buckets(config, layout.replicate)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     limit = int(config.parallel.ddp.bucket_mb * 2**20)
     buckets, _ = dist._compute_bucket_assignment_by_size(trained if kept else trained[::-1], [limit])
@@ -266,7 +267,7 @@ class PipelinePart:
     rank: int
     spans: list[range]
     rank_of: list[int]
-    """Of each stage."""
+    """One for each stage."""
     actions: list[Action]
     holders: dict[str, list[int]]
 

@@ -218,7 +218,7 @@ class Continuation:
 
         before = self.ranks.on_main("checkpoints from before skipped steps", look, CheckpointError, storage=True)
         back = (
-            f", with run.resume={before} if that step ruined them"
+            f"; if that step ruined the weights, set run.resume={before}"
             if before
             else "; no checkpoint from before that step is left"
         )

@@ -32,7 +32,7 @@ class Extensions:
             ("sinks", self.sinks, Sink, WRITES),
         ):
             if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
-                raise ConfigError(f"main({name}={shown(given)}) is no list; write {name}=[...]")
+                raise ConfigError(f"main({name}={shown(given)}) is not a list; write {name}=[...]")
             object.__setattr__(self, name, list(given))  # an iterator would be empty the second time
             for one in getattr(self, name):
                 _check_kind(name, one, kind)
@@ -51,7 +51,7 @@ def _check_kind(name: str, one: object, kind: type) -> None:
         raise ConfigError(f"main({name}=[...]): {one.__name__} is a class; write {one.__name__}(...), which makes one")
     if not isinstance(one, kind):
         raise ConfigError(
-            f"main({name}=[...]): {shown(one)} is no {kind.__name__}; derive its class from {kind.__name__} of {kind.__module__}"
+            f"main({name}=[...]): {shown(one)} is not a {kind.__name__}; derive its class from {kind.__name__} of {kind.__module__}"
         )
 
 

@@ -116,9 +116,15 @@ def _network(config: Config) -> Decoder:
 def _refuse_unknown(config: Config) -> None:
     if config.parallel.cuda_graph:
         raise ConfigError("parallel.cuda_graph=true is not known to the estimate of memory; set it to false")
-    if config.data.pairs is not None or not family_of(config.model.family).splits:
+    if config.data.pairs is not None:
         raise ConfigError(
-            "the estimate of memory knows neither data.pairs, whose lengths vary, nor model.family=hf, whose attention is its own"
+            "data.pairs is not known to the estimate of memory, because lengths of pairs vary; start a short run on a GPU and look at `memory` in its "
+            "metrics"
+        )
+    if not family_of(config.model.family).splits:
+        raise ConfigError(
+            f"model.family={config.model.family} is not known to the estimate of memory, because its attention is code of transformers; start a short "
+            "run on a GPU and look at `memory` in its metrics"
         )
     if config.model.vocab_size is None:
         raise ConfigError(

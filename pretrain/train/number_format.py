@@ -19,6 +19,7 @@ from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.layers import Linear
 from pretrain.optim.eight_bits import LARGEST_RATIO
+from pretrain.parallel.ddp import keeps_buckets
 
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
@@ -30,7 +31,7 @@ LEAST_OF_FEW = 0.25
 """Where products of a few tokens reach less than this in bf16, of their speed in fp32, the CPU has none: on one without AVX-512 it was 0.06 to 0.11."""
 TURNS = 5
 LEAST_EPS = 1e-8
-"""Of AdamW with moments in 8 bits, whose least root of a mean of squares is 4e-9."""
+"""`optim.eps` of AdamW with moments in 8 bits must be at least this: their least root of a mean of squares is 4e-9."""
 
 
 def check_formats(config: Config) -> None:
@@ -99,7 +100,7 @@ def check_gradients(config: Config, strategy: str, ranks: int) -> None:
             f"precision.gradients=bf16: parallel.strategy=ddp keeps no gradients that are coarser than the weights, which are in {precision.master}; "
             "remove it, or use parallel.strategy=fsdp"
         )
-    if precision.gradients == "fp32" != precision.master and strategy == "ddp" and config.run.deterministic and ranks > 2:
+    if precision.gradients == "fp32" != precision.master and strategy == "ddp" and keeps_buckets(config, ranks):
         raise ConfigError(
             f"precision.gradients=fp32 with precision.master=bf16 and run.deterministic: DDP keeps its buckets on {ranks} ranks only if it looks for "
             "parameters without a gradient, and here it is shown none; use parallel.strategy=fsdp"

@@ -183,7 +183,7 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
 def test_a_router_that_nothing_trains_is_refused_and_one_that_nothing_balances_is_said():
     """M-D10: both were accepted without a word."""
     with pytest.raises(
-        ConfigError, match="model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1"
+        ConfigError, match="model.experts.active=1 with model.experts.normalise=true never trains the router: a token's one weight is always 1"
     ):
         check_router(model(active=1))
     for fine in ({"active": 1, "normalise": False}, {"active": 1, "count": 1}, {"active": 2}):

@@ -167,7 +167,7 @@ def test_steps_in_a_row_that_are_skipped_retire_no_checkpoint_from_before_them(p
         assert code == 1 and "step 11: loss nan" in printed
         assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000004", "step-00000010"]
         back = f"run.resume={checkpoints / 'step-00000004'}"
-        assert f"the weights are those of step 5: lower optim.lr or look at the samples, then run again, with {back} if" in printed
+        assert f"the weights are those of step 5: lower optim.lr or look at the samples, then run again; if that step ruined the weights, set {back}" in printed
     code, printed = pool.launch(2, run_main, str(config_file), *options, back)[0]
     assert code == 0, printed
     assert sorted(path.name for path in checkpoints.iterdir()) == ["abandoned-step-00000010", "step-00000018", "step-00000020"]

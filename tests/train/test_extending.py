@@ -365,11 +365,11 @@ class SinkWithoutWrite(Sink):
 @pytest.mark.parametrize(
     ("callbacks", "sinks", "says"),
     [
-        (None, [], "main(callbacks=None) is no list; write callbacks=[...]"),
-        (Given(), [], "is no list; write callbacks=[...]"),
+        (None, [], "main(callbacks=None) is not a list; write callbacks=[...]"),
+        (Given(), [], "is not a list; write callbacks=[...]"),
         ([Given], [], "main(callbacks=[...]): Given is a class; write Given(...), which makes one"),
-        ([FailingSink()], [], "is no Callback; derive its class from Callback of pretrain.train.callbacks"),
-        ([], [Given()], "is no Sink; derive its class from Sink of pretrain.observe.sinks"),
+        ([FailingSink()], [], "is not a Callback; derive its class from Callback of pretrain.train.callbacks"),
+        ([], [Given()], "is not a Sink; derive its class from Sink of pretrain.observe.sinks"),
         ([Misnamed()], [], "Misnamed.on_recrod is never called by a run; the nearest that it calls is on_record"),
         ([OfAnotherLibrary()], [], "OfAnotherLibrary.on_train_end is never called by a run; it calls start, evaluate, on_record"),
         ([Evaluates()], [], "Evaluates would do nothing in a run: define one of start, evaluate, on_record, on_save, close (it has evalute)"),

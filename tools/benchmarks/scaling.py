@@ -23,7 +23,7 @@ LAYOUTS = {
     "pipeline on 2 by zero_bubble_v": (2, ("strategy=fsdp", "pipeline=2", "pipeline_schedule=zero_bubble_v")),
 }
 _SEQUENCES, _MICRO_SEQUENCES = 8, 2
-"""Of a step for each rank, and of a micro-step."""
+"""How many a rank has in a step, and in a micro-step."""
 
 
 def weak_scaling(options: Options) -> list[Row]:

@@ -66,7 +66,7 @@ class Measured:
     first_step: float
     """Seconds from the start of the program to the end of its first step."""
     peak_mib: float
-    """Of all ranks together."""
+    """The sum over all ranks."""
 
 
 def look_for_litgpt(python: str) -> None:

@@ -53,7 +53,7 @@ def scalings(*kinds: str) -> dict[str, Allowed]:
 
 
 AS_LLAMA = {**switches("tie_embeddings", "attention.bias", "mlp.bias"), **scalings("linear", "llama3", "yarn")}
-"""Of llama.cpp's architecture `llama`, which several of our families become. It has no sliding window."""
+"""What llama.cpp's architecture `llama` can have. Several of our families become it. It has no sliding window."""
 WINDOWS = switches("attention.window", "attention.window_pattern")
 """Where llama.cpp takes the layers with a window from the file, into which the conversion writes them."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pretrain.checkpoint import files
 from pretrain.distributed.ranks import Ranks
@@ -55,13 +55,14 @@ def choose_checkpoint(
     resume: str,
     ranks: Ranks,
     saved_last: Callable[[], str | None] = lambda: None,
+    named_before: Callable[[Path], bool] = lambda path: False,
     content: bool = True,
 ) -> Choice | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
-    command can be given again after an interruption. The path of one of its own goes back to that, and any other path in its
-    directory is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
+    command can be given again after an interruption: `named_before` says whether an earlier start of the run gave this path. The path of
+    one of its own goes back to that, and any other path is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
     all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
     saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
     only.
@@ -70,7 +71,7 @@ def choose_checkpoint(
     """
     folder = run_directory / "checkpoints"
     # The main rank's view of the directory decides: another node may see it a moment later.
-    found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last))
+    found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last, named_before))
     return _choose_intact(found, folder, ranks, content) if found.paths else None
 
 
@@ -153,7 +154,9 @@ class _Candidates:
     back: bool = False
 
 
-def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None]) -> _Candidates:
+def _candidates(
+    folder: Path, resume: str, saved_last: Callable[[], str | None], named_before: Callable[[Path], bool]
+) -> _Candidates:
     own, incomplete = files.complete_checkpoints(folder), files.incomplete_checkpoints(folder)
     for path in incomplete:
         log.warning("incomplete checkpoint: %s has no %s and is passed over", path, files.MANIFEST)
@@ -163,7 +166,7 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
             "choose another run.name, or run.resume=auto to continue"
         )
     path = None if resume in ("auto", "required", "never") else Path(resume)
-    named = next((checkpoint for checkpoint in own if path is not None and checkpoint.resolve() == path.resolve()), None)
+    named = next((checkpoint for checkpoint in own if path is not None and os.path.realpath(checkpoint) == os.path.realpath(path)), None)
     if named is not None:  # who names one that is there has chosen among what is seen
         return _going_back(own, named, path)
     # Before any other start: without a sight of its own checkpoints, a run would begin anew and later write over what it has.
@@ -177,10 +180,13 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
         )
     if path is None:
         return _Candidates(tuple(own))
-    if not (own and _went_back(own[-1], folder, path)):
+    went_back = bool(own) and _went_back(own[-1], folder, path)
+    if not went_back:
         _refuse_inside(folder, own, path)
     if not own:
         return _Candidates(tuple(files.resolve(path, "run.resume")))
+    if not (went_back or named_before(path)):
+        _refuse_another(folder, own, path)
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
 
@@ -215,7 +221,7 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
 
     Whoever gives one wants to go back. If the run went on from its newest checkpoint, retention might soon remove the one that was meant.
     """
-    place, homes = path.resolve(), (folder.parent.resolve(), folder.resolve())  # checkpoints/ may be a link
+    place, *homes = (Path(os.path.realpath(p)) for p in (path, folder.parent, folder))  # checkpoints/ may be a link
     if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
         return
     nested = (p for p in (place, *place.parents) if p != homes[0] and p.is_relative_to(homes[0]))
@@ -234,9 +240,19 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
     )
 
 
+def _refuse_another(folder: Path, own: list[Path], path: Path) -> NoReturn:
+    """Raise CheckpointError for a path outside the run that no start of it gave. Going on from the newest would not be what was asked for."""
+    meant = next((checkpoint for checkpoint in own if checkpoint.name == path.name), None)
+    remedy = f"for its {meant.name}, set run.resume={meant}" if meant else f"to start from {path}, choose another run.name"
+    raise CheckpointError(
+        f"run.resume={path} {'is not where this run began' if exists(path) else 'does not exist'}, and the run has checkpoints of its own, up to "
+        f"{own[-1]}; run.resume=auto continues from that; {remedy}"
+    )
+
+
 def _went_back(newest: Path, folder: Path, path: Path) -> bool:
     """Whether the run went back to this checkpoint before, which it may have retired since: the same command can be given again."""
-    if not files.is_checkpoint_name(path.name) or path.resolve().parent != folder.resolve():
+    if not files.is_checkpoint_name(path.name) or os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
         return False
     return _is_after_going_back(newest, files.step_of(path))
 

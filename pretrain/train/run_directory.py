@@ -6,6 +6,7 @@ only observe: if status.json, ranks.json, metrics.jsonl, TensorBoard or a log fa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from pretrain.config.schema import Run
 from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
-from pretrain.observe.metrics import STARTS_FILE
+from pretrain.observe.metrics import STARTS_FILE, read_lines
 from pretrain.storage import append_line, exists, make_directory, replace_text
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
@@ -90,6 +91,16 @@ class RunDirectory:
         """Name of the last saved checkpoint by status.json; None if it names none."""
         name = self.status().get("checkpoint")
         return name if isinstance(name, str) else None
+
+    def was_resumed_from(self, path: Path) -> bool:
+        """Whether an earlier start of the run gave this path as `run.resume`."""
+        starts, place = self.path / STARTS_FILE, os.path.realpath(path)
+        for start in read_lines(starts) if exists(starts) else ():
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged line
+                given = Path(start["config"]["run"]["resume"])
+                if given == path or os.path.realpath(Path(start["folder"]) / given) == place:
+                    return True
+        return False
 
     def config(self) -> Path | None:
         """config.yaml of the last start; None for a new directory."""

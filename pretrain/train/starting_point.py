@@ -95,7 +95,7 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
     be continued.
     """
     run = plan.config.run
-    resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, content)
+    resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, directory.was_resumed_from, content)
     weights = None
     if resumed is None and run.init_from is not None:
         weights = choose_weights(Path(run.init_from), ranks, content)

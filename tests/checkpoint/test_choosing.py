@@ -609,3 +609,22 @@ def test_a_run_may_start_from_one_whose_directory_is_below_its_own(tmp_path):
     for path in (own / "step-00000002", tmp_path / "a" / "best" / "step-00000002", tmp_path / "a" / "step-00000002"):
         with pytest.raises(CheckpointError, match="lies in the run's own directory and is not one of its checkpoints"):
             choose._refuse_inside(own, [], path)
+
+
+def test_a_path_that_no_start_of_the_run_gave_is_refused_once_it_has_checkpoints(pool, config_file, run):
+    """The run went on from its newest checkpoint, with a line of information, and trained the other way than was meant."""
+    step, nowhere = run / "checkpoints" / "step-00000002", config_file.parent / "nowhere" / "checkpoints"
+    code, printed = start(pool, config_file, f"run.resume={nowhere / step.name}")
+    assert code == 1 and f"does not exist, and the run has checkpoints of its own, up to {run}/checkpoints/step-00000006" in printed
+    assert f"for its step-00000002, set run.resume={step}" in printed
+    code, printed = start(pool, config_file, f"run.resume={nowhere}/newest")
+    assert code == 1 and f"to start from {nowhere}/newest, choose another run.name" in printed
+    other = shutil.copytree(run, config_file.parent / "other")
+    code, printed = start(pool, config_file, f"run.resume={other}")
+    assert code == 1 and f"run.resume={other} is not where this run began" in printed
+    # What an earlier start gave may be gone since: the same command continues.
+    options = ("run.name=second", f"run.resume={other}", "run.steps=8", "run.accept_changes=[run.steps]")
+    assert start(pool, config_file, *options)[0] == 0
+    shutil.rmtree(other)
+    code, printed = start(pool, config_file, *options)
+    assert code == 0 and "has checkpoints of its own and continues from those" in printed, printed

@@ -73,6 +73,11 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
         raise _named(error, path) from error
 
 
+def real(path: Path) -> Path:
+    """The path without links. In Python 3.11, `Path.resolve` raises RuntimeError where links go in a circle; opening it says what is wrong."""
+    return Path(os.path.realpath(path))
+
+
 def copy_tree(source: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copyfile, leave_out: str = "") -> None:
     """Copy a directory into the new directory `target`, without files named `leave_out`. Raises OSError of the file that failed; shutil.copytree
     raises a list without an errno.
@@ -130,11 +135,13 @@ def allow_open_files(wanted: int) -> int:
 
 
 def exists(path: Path) -> bool:
-    """Whether a path exists. Unlike Path.exists, it raises OSError if that cannot be known (ESTALE, EIO, EACCES)."""
+    """Whether a path exists. Unlike Path.exists, it raises OSError if that cannot be known (ESTALE, EIO, EACCES), and none for a name that is too long."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return False
+        raise
     return True
 
 

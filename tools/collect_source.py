@@ -89,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", metavar="DIR", help="where to look (default: the interpreter's standard library)")
     parser.add_argument("--max-mb", type=float, default=11, help="most text to collect, in MB (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    if not Path(arguments.output).name:
+        parser.error(f"--output {arguments.output}: give the name of a file")
     return run_tool(lambda: print(collect_python_source(arguments.output, arguments.root, arguments.max_mb)))
 
 

@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.dataset == "":
+        parser.error("--dataset is empty; give the name or the folder of a Hugging Face dataset")
     for option in ("dataset_split", "dataset_config"):
         if getattr(arguments, option) is not None and arguments.dataset is None:
             parser.error(f"--{option.replace('_', '-')} has no effect without --dataset; leave it out")

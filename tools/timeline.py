@@ -18,6 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="needs matplotlib (the extra `plot`)")
     arguments = parser.parse_args(argv)
+    if arguments.output.suffix != ".png":  # matplotlib would draw into another file, whose name ends with .png
+        parser.error(f"--output {arguments.output}: the name must end with .png")
     if arguments.title and len(arguments.title) != len(arguments.runs):
         parser.error(f"{len(arguments.title)} --title for {len(arguments.runs)} runs")
     return run_tool(lambda: draw(arguments))
@@ -25,8 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def draw(arguments: argparse.Namespace) -> None:
     from pretrain.observe.timeline import describe_step, draw_timelines, read_step
+    from pretrain.storage import real
 
-    names = [run.resolve().name for run in arguments.runs]
+    names = [real(run).name for run in arguments.runs]
     told_apart = [name if names.count(name) == 1 else str(run) for name, run in zip(names, arguments.runs)]
     titles = arguments.title or told_apart
     steps = [(title, read_step(run, arguments.step)) for title, run in zip(titles, arguments.runs)]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from pretrain.checkpoint import files
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
-from pretrain.storage import exists
+from pretrain.storage import exists, real
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def choose_checkpoint(
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
     command can be given again after an interruption: `named_before` says whether an earlier start of the run gave this path. The path of
-    one of its own goes back to that, and any other path is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
+    one of its own goes back to that, that of the run means its newest, and any other path is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
     all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
     saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
     only.
@@ -166,7 +166,7 @@ def _candidates(
             "choose another run.name, or run.resume=auto to continue"
         )
     path = None if resume in ("auto", "required", "never") else Path(resume)
-    named = next((checkpoint for checkpoint in own if path is not None and os.path.realpath(checkpoint) == os.path.realpath(path)), None)
+    named = next((checkpoint for checkpoint in own if path is not None and real(checkpoint) == real(path)), None)
     if named is not None:  # who names one that is there has chosen among what is seen
         return _going_back(own, named, path)
     # Before any other start: without a sight of its own checkpoints, a run would begin anew and later write over what it has.
@@ -185,7 +185,7 @@ def _candidates(
         _refuse_inside(folder, own, path)
     if not own:
         return _Candidates(tuple(files.resolve(path, "run.resume")))
-    if not (went_back or named_before(path)):
+    if not (went_back or real(path) == real(folder.parent) or named_before(path)):
         _refuse_another(folder, own, path)
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
@@ -221,7 +221,7 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
 
     Whoever gives one wants to go back. If the run went on from its newest checkpoint, retention might soon remove the one that was meant.
     """
-    place, *homes = (Path(os.path.realpath(p)) for p in (path, folder.parent, folder))  # checkpoints/ may be a link
+    place, *homes = (real(p) for p in (path, folder.parent, folder))  # checkpoints/ may be a link
     if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
         return
     nested = (p for p in (place, *place.parents) if p != homes[0] and p.is_relative_to(homes[0]))
@@ -252,7 +252,7 @@ def _refuse_another(folder: Path, own: list[Path], path: Path) -> NoReturn:
 
 def _went_back(newest: Path, folder: Path, path: Path) -> bool:
     """Whether the run went back to this checkpoint before, which it may have retired since: the same command can be given again."""
-    if not files.is_checkpoint_name(path.name) or os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+    if not files.is_checkpoint_name(path.name) or real(path).parent != real(folder):
         return False
     return _is_after_going_back(newest, files.step_of(path))
 

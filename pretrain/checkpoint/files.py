@@ -52,6 +52,9 @@ def resolve(path: Path, key: str | None = None) -> list[Path]:
 
     Raises CheckpointError when there is no checkpoint.
     """
+    setting = f"{key}=" if key else ""
+    if not exists(path):
+        raise CheckpointError(f"{setting}{path}: does not exist")
     if (path / MANIFEST).is_file() and (path / STATE).is_file():
         return [path]
     found = complete_checkpoints(path / "checkpoints")
@@ -61,8 +64,7 @@ def resolve(path: Path, key: str | None = None) -> list[Path]:
             f"python tools/convert_checkpoint.py from-hf --model {path} --output DIR"
         )
     if not found:
-        reason = "does not exist" if not path.exists() else "is neither a complete checkpoint nor a run directory with one"
-        raise CheckpointError(f"{f'{key}=' if key else ''}{path}: {reason}")
+        raise CheckpointError(f"{setting}{path}: is neither a complete checkpoint nor a run directory with one")
     return found
 
 

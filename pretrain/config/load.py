@@ -271,7 +271,7 @@ def check_range(limits: Any, value: Any, where: str) -> None:
     """Raise ConfigError, beginning with `where`, for a number outside the limits of a key (`config/keys.py`)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where}: must be a finite number")
     for name, sign, ok in (
         ("ge", "at least", lambda a, b: a >= b),

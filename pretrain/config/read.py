@@ -7,6 +7,7 @@ so that `load.py` can refuse it where a number is expected.
 from __future__ import annotations
 
 import math
+import os
 import re
 import string
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, clipped
 
 INCLUDE = "include"
 
@@ -101,10 +102,10 @@ def origin_of(path: str, origins: dict[str, Origin]) -> str:
     return "default"
 
 
-def read_file(path: Path, including: tuple[Path, ...] = ()) -> Tree:
+def read_file(path: Path, including: tuple[str, ...] = ()) -> Tree:
     """The values of a YAML file over those of the files that its `include:` names (relative to it, later ones win)."""
-    if path.resolve() in including:
-        chain = " -> ".join(str(p.name) for p in (*including, path))
+    if os.path.realpath(path) in including:
+        chain = " -> ".join(os.path.basename(p) for p in (*including, path))
         raise ConfigError(f"{path}: include goes in a circle: {chain}")
     try:
         text = path.read_text(encoding="utf-8")
@@ -121,9 +122,9 @@ def read_file(path: Path, including: tuple[Path, ...] = ()) -> Tree:
     tree = Tree()
     for name in includes:
         target = path.parent / name
-        if not target.is_file():
+        if not os.path.isfile(target):
             raise ConfigError(f"{own.origins[INCLUDE]}: include={name}: there is no file {target}")
-        _merge(tree, read_file(target, (*including, path.resolve())))
+        _merge(tree, read_file(target, (*including, os.path.realpath(path))))
     _merge(tree, own)
     tree.origins = {k: v for k, v in tree.origins.items() if k.split(".")[0] != INCLUDE}
     return tree
@@ -146,6 +147,8 @@ def _parse(text: str, place: str) -> Tree:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         problem += next((f"; {advice}" for part, advice in _YAML_ADVICE.items() if part in problem), "")
         raise ConfigError(f"{_at(getattr(error, 'problem_mark', None), place)}: not valid YAML: {problem}") from error
+    except OverflowError as error:
+        raise ConfigError(f"{place}: a character in it (\\U...) does not exist") from error
     except RecursionError as error:
         raise ConfigError(f"{place}: brackets or sections are nested too deeply; write fewer inside each other") from error
     finally:
@@ -190,7 +193,13 @@ def _construct(
         return values
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, f"{path}.{i}", place, origins, inside) for i, item in enumerate(node.value)]
-    return loader.construct_object(node)
+    try:
+        return loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError) as error:  # of yaml and Python, for thousands of digits or `!!int abc`
+        kind = node.tag.rpartition(":")[2]
+        raise ConfigError(
+            f"{_at(node.start_mark, place)}: {path}: {clipped(str(node.value), 40)} cannot be read as {kind}"
+        ) from error
 
 
 def _origin(at: yaml.Node, value: yaml.Node, place: str) -> Origin:
@@ -226,7 +235,7 @@ def apply_override(tree: Tree, override: str) -> None:
         raise ConfigError(
             f"{COMMAND_LINE}: {override!r}: YAML takes what follows ' #' for a comment; quote the value: {path}='\"...\"'"
         )
-    parsed = _parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {override}")
+    parsed = _parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {clipped(override, 200)}")
     if list(parsed.values) != [path]:
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is more than one value; give each key=value by itself")
     target, name = _target(tree.values, path, override)
@@ -238,7 +247,7 @@ def _has_comment(text: str) -> bool:
     """Whether YAML would leave out the end of a value as a comment."""
     try:
         mapping = yaml.compose(f"x: {text}", _Loader)
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, OverflowError):
         return False  # `_parse` says what is wrong
     end = mapping.value[0][1].end_mark.index - len("x: ")
     return "#" in text[max(end, 0) :]

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.written import flatten
 from pretrain.errors import DataError
 from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, read_lines, read_records
-from pretrain.storage import read_object
+from pretrain.storage import read_object, real
 
 MOST_RECORDS = 3000
 """Log lines of a run that a picture shows; of a longer run evenly chosen ones, and each of an evaluation."""
@@ -36,7 +36,7 @@ class RunStory:
 
     @property
     def name(self) -> str:
-        return self.directory.resolve().name
+        return real(self.directory).name
 
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds by what they went to. They add up to the time from the first start to the last sign of life."""

@@ -21,7 +21,7 @@ from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE, read_lines
-from pretrain.storage import append_line, exists, make_directory, replace_text
+from pretrain.storage import append_line, exists, make_directory, real, replace_text
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,13 @@ def directory_of(run: Run) -> Path:
     for place in [*reversed(path.parents), path]:
         key = f"run.dir={run.dir}" if place in [Path(run.dir), *Path(run.dir).parents] else f"run.name={run.name}"
         try:
-            if exists(place) and not place.is_dir():
-                raise ConfigError(f"{key}: {place} is a file; give a folder")
+            if exists(place):
+                if not place.is_dir():
+                    raise ConfigError(f"{key}: {place} is a file; give a folder")
+            elif place.is_symlink():
+                raise ConfigError(
+                    f"{key}: {place} is a link to {os.readlink(place)}, which leads nowhere; make that folder, or remove the link"
+                )
         except OSError as error:
             raise ConfigError(f"{key}: {reason_of(error)}") from error
     return path
@@ -69,6 +74,9 @@ class RunDirectory:
         self.token = self._lock.acquire()
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
+        for litter in self.path.glob(".status.json.*"):  # of a process that was killed while it wrote
+            with contextlib.suppress(OSError):
+                litter.unlink()
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
 
@@ -94,11 +102,11 @@ class RunDirectory:
 
     def was_resumed_from(self, path: Path) -> bool:
         """Whether an earlier start of the run gave this path as `run.resume`."""
-        starts, place = self.path / STARTS_FILE, os.path.realpath(path)
+        starts, place = self.path / STARTS_FILE, real(path)
         for start in read_lines(starts) if exists(starts) else ():
             with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged line
                 given = Path(start["config"]["run"]["resume"])
-                if given == path or os.path.realpath(Path(start["folder"]) / given) == place:
+                if given == path or real(Path(start["folder"]) / given) == place:
                     return True
         return False
 

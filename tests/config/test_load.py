@@ -156,6 +156,12 @@ def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, remedy):
     assert remedy in message
 
 
+def test_a_number_of_hundreds_of_digits_is_refused():
+    """It was an OverflowError."""
+    message = refused(None, f"run.steps={400 * '9'}")
+    assert message.startswith("command line: run.steps=999") and "must be at most" in message
+
+
 @pytest.mark.parametrize("text", ["\\0", "a\\uD800"])
 def test_a_character_that_no_text_may_have_is_refused(text):
     """Found by a campaign: run.resume="\\0" ended in a traceback."""
@@ -265,6 +271,11 @@ def test_the_name_of_a_run_is_the_stem_of_its_file_unless_it_says_otherwise(writ
         ("run:\n", ":1: run is a section with keys (name, dir"),
         ("run: {name: !!python/name:os.system }\n", ":1: not valid YAML: could not determine a constructor"),
         ("run: {name: a\x00b}\n", ": not valid YAML: unacceptable character #x0000"),
+        ("run: {steps: !!int abc}\n", ":1: run.steps: abc cannot be read as int"),
+        ("run: {deterministic: !!bool maybe}\n", ":1: run.deterministic: maybe cannot be read as bool"),
+        ("run: {name: !!timestamp abc}\n", ":1: run.name: abc cannot be read as timestamp"),
+        ("run: {steps: " + 5000 * "9" + "}\n", ":1: run.steps: " + 40 * "9" + "... (5,000 characters) cannot be read as int"),
+        ('run: {name: "\\UFFFFFFFF"}\n', ": a character in it (\\U...) does not exist"),
     ],
 )
 def test_a_file_that_says_something_twice_or_is_no_yaml_is_refused_with_the_line(write, text, problem):
@@ -276,6 +287,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     missing = tmp_path / "nothing.yaml"
     assert refused(missing) == f"{missing}: cannot read this configuration file: No such file or directory"
     assert refused(tmp_path).endswith("cannot read this configuration file: Is a directory")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    assert refused(tmp_path / "loop.yaml").endswith("cannot read this configuration file: Too many levels of symbolic links")
     missing.write_bytes(b"run: {name: \xff}")
     assert "cannot read this configuration file: 'utf-8' codec" in refused(missing)
 
@@ -315,6 +328,7 @@ def test_lists_are_replaced_and_their_old_items_leave_no_trace(write):
 def test_an_include_that_is_missing_or_goes_in_a_circle_is_refused(write, tmp_path):
     path = write("run: {}\ninclude: nothing.yaml\n")
     assert refused(path) == f"{path}:2: include=nothing.yaml: there is no file {tmp_path / 'nothing.yaml'}"
+    assert ": there is no file " in refused(write(f"include: {300 * 'a'}\n"))
     write("include: [b.yaml]\n", "a.yaml")
     write("include: c.yaml\n", "b.yaml")
     write("include: a.yaml\n", "c.yaml")

@@ -78,3 +78,10 @@ def test_a_damaged_trace_is_named(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     assert tool("timeline").main([str(tmp_path), "--output", str(tmp_path / "a.png")]) == 1
     assert "cannot be read as a trace" in capsys.readouterr().err
+
+
+def test_a_picture_has_the_name_that_was_given(tmp_path, capsys):
+    """`--output bin` drew bin.png, and said bin."""
+    with pytest.raises(SystemExit):
+        tool("timeline").main([str(tmp_path), "--output", str(tmp_path / "bin")])
+    assert "bin: the name must end with .png" in capsys.readouterr().err

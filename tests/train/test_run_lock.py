@@ -20,11 +20,12 @@ from unittest.mock import patch
 import pytest
 from running import losses, train
 
-from pretrain.errors import CheckpointError
+from pretrain.config.schema import Run
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run import main
 from pretrain.train import run_lock
 from pretrain.train.callbacks import Callback
-from pretrain.train.run_directory import RunDirectory
+from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import RunLock
 
 
@@ -232,6 +233,24 @@ def tidied_up(config_file: str, *overrides: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         code = main(["--config", config_file, *overrides], callbacks=[Removes()])
     return code, out.getvalue()
+
+
+def test_a_link_that_leads_nowhere_is_refused_in_the_place_of_a_run(tmp_path):
+    """--check called it valid, and the start ended with 'File exists'."""
+    (tmp_path / "gone").symlink_to(tmp_path / "scratch")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, target in (("gone", "scratch"), ("loop", "loop")):
+        for run in (Run(dir=str(tmp_path / name), name="r"), Run(dir=str(tmp_path), name=name)):
+            with pytest.raises(ConfigError, match=f"{name} is a link to .*{target}, which leads nowhere"):
+                directory_of(run)
+
+
+def test_what_a_killed_process_left_of_its_status_is_removed(tmp_path):
+    directory = RunDirectory(tmp_path)
+    (tmp_path / ".status.json.0a1b2c3d").write_text("{")
+    directory.claim()
+    directory.release()
+    assert not list(tmp_path.glob(".status.json.*"))
 
 
 def test_a_directory_that_cannot_be_looked_at_is_a_warning(tmp_path, monkeypatch, caplog):

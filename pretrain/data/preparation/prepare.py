@@ -38,7 +38,7 @@ from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError, say
 from pretrain.progress import MEGABYTE, CorpusProgress
-from pretrain.storage import refuse_existing
+from pretrain.storage import real, refuse_existing
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
@@ -218,9 +218,9 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
 
 def _check_place(inputs: Sequence[str] | Sequence[InputFile], output: str | Path) -> None:
     """Refuse an output that the same command, or another task, would take for input."""
-    place = Path(output).resolve()
+    place = real(Path(output))
     for folder in (item for item in inputs if isinstance(item, str) and Path(item).is_dir()):
-        if place.is_relative_to(Path(folder).resolve()):
+        if place.is_relative_to(real(Path(folder))):
             raise ConfigError(
                 f"--output {output} lies in the input folder {folder}, and the next start would take it for input; choose a place outside of it"
             )

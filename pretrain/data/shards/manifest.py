@@ -18,7 +18,7 @@ import numpy as np
 
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
-from pretrain.storage import sealed_json, sha256_of, unsealed
+from pretrain.storage import exists, sealed_json, sha256_of, unsealed
 
 FORMAT = "pretrain-shards"
 VERSION = 4
@@ -139,7 +139,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """The checked manifest of a prepared directory. Raises DataError, naming the file and the key, for anything unexpected."""
     path = Path(path)
     file = path / "manifest.json"
-    if not path.exists():
+    if not exists(path):
         raise DataError(f"{path}: no such directory; prepare it with tools/prepare_data.py")
     if not file.is_file():
         splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]

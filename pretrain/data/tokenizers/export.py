@@ -36,6 +36,7 @@ from pretrain.data.tokenizers.tokenizer import (
     read_bytes,
 )
 from pretrain.errors import DataError
+from pretrain.storage import real
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def export_tokenizer(
     """
     tokenizer = load_tokenizer(tokenizer_dir)
     output = Path(output)
-    if output.resolve() == tokenizer.file.parent.resolve():
+    if real(output) == real(tokenizer.file.parent):
         raise DataError(f"{output}: export the tokenizer to another directory than its own")
     output.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:  # files of an earlier export would be ambiguous

@@ -365,12 +365,13 @@ def _describe_memory(plan: Plan) -> list[str]:
     offloaded = config.parallel.offload and layout.strategy == "fsdp"
     place = " of host memory" if offloaded else ""
     kept, state = kept_bytes(config, layout), -(-(saved + of_gradients * parameters) // layout.state_parts)
+    per = "per rank on average" if layout.pipeline > 1 else "per rank"
     if kept:
         what = "gathered weights" if layout.strategy == "fsdp" else "weights cast once per step"
         held += f", and {bytes_of(kept)} of {what} in {config.precision.compute}"
         held += " on the device" if offloaded else ""
     return [
-        f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "
+        f"memory   {bytes_of(state if offloaded else state + kept)}{place} {per} for weights, gradients and moments ({held}), computed; "
         "activations come on top (tools/estimate_memory.py)",
         f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter){_describe_held(plan, saved)}",
     ]

@@ -312,6 +312,9 @@ def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
     assert f"saves    {12 * parameters / 1e6:.3g} MB each" in whole
     assert main([*arguments, "--ranks", "4", "parallel.strategy=fsdp"]) == 0
     assert f"memory   {16 * parameters / 4e6:.3g} MB per rank for" in capsys.readouterr().out
+    # The first and the last part of a pipeline also have the embedding and the head.
+    assert main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, pipeline: 2}"]) == 0
+    assert f"memory   {16 * parameters / 4e6:.3g} MB per rank on average for" in capsys.readouterr().out
     assert (
         main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: never}", "precision.compute=bf16"])
         == 0

@@ -184,6 +184,9 @@ def _construct(
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                inside_of = f" in {path}" if path else ""
+                raise ConfigError(f"{_at(key_node.start_mark, place)}: a key{inside_of} is a name, got {_kind(key_node)}")
             name = str(key_node.value)
             full = f"{path}.{name}" if path else name
             if name in values:

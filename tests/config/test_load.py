@@ -271,6 +271,8 @@ def test_the_name_of_a_run_is_the_stem_of_its_file_unless_it_says_otherwise(writ
         ("run:\n", ":1: run is a section with keys (name, dir"),
         ("run: {name: !!python/name:os.system }\n", ":1: not valid YAML: could not determine a constructor"),
         ("run: {name: a\x00b}\n", ": not valid YAML: unacceptable character #x0000"),
+        ("? [a, b]\n: 3\n", ":1: a key is a name, got a list"),
+        ("run: {{a: b}: 3}\n", ":1: a key in run is a name, got a mapping"),
         ("run: {steps: !!int abc}\n", ":1: run.steps: abc cannot be read as int"),
         ("run: {deterministic: !!bool maybe}\n", ":1: run.deterministic: maybe cannot be read as bool"),
         ("run: {name: !!timestamp abc}\n", ":1: run.name: abc cannot be read as timestamp"),

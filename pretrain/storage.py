@@ -74,7 +74,7 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def real(path: Path) -> Path:
-    """The path without links. In Python 3.11, `Path.resolve` raises RuntimeError where links go in a circle; opening it says what is wrong."""
+    """The path without links. Where links go in a circle, `Path.resolve` raises RuntimeError in Python 3.11. This does not; opening it says what is wrong."""
     return Path(os.path.realpath(path))
 
 
@@ -135,7 +135,9 @@ def allow_open_files(wanted: int) -> int:
 
 
 def exists(path: Path) -> bool:
-    """Whether a path exists. Unlike Path.exists, it raises OSError if that cannot be known (ESTALE, EIO, EACCES), and none for a name that is too long."""
+    """Whether a path exists. Unlike Path.exists, it raises OSError if that cannot be known (ESTALE, EIO, EACCES). It is False for a name that is too
+    long, and for links in a circle.
+    """
     try:
         os.stat(path)
     except OSError as error:

@@ -62,8 +62,8 @@ def choose_checkpoint(
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
     command can be given again after an interruption: `named_before` says whether an earlier start of the run gave this path. The path of
-    one of its own goes back to that, that of the run means its newest, and any other path is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
-    all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
+    one of its own goes back to that, that of the run means its newest, and any other path is an error. The run falls back from a damaged
+    checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
     saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
     only.
 

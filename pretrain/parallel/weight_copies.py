@@ -4,7 +4,8 @@
     copies, bf16     what the products of all its micro-steps multiply with
     gradients        go to the weights, as those of casts do
 
-Without copies, each micro-step casts every matrix where it is used, and keeps the cast for backward or makes it again there. The numbers are the same, so no bit of a gradient changes. FSDP2 has no use for copies: it casts what it gathers.
+Without copies, each micro-step casts every matrix where it is used, and keeps the cast for backward or makes it again there. The numbers are
+the same, so no bit of a gradient changes. FSDP2 has no use for copies: it casts what it gathers.
 
 A copy is handed out within a step only, where weights do not change. Whatever else computes with the network casts as ever.
 """

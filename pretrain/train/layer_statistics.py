@@ -1,7 +1,8 @@
 """Statistics of each layer at every so many-th step: norms of weights, gradients and updates; sizes of activations; largest scores of attention.
 
 Parameters belong to the layer that their name begins with (`layers.3`), or else to their module (`embedding`). Every number is of the whole model
-and the whole step, whatever the layout. A GPU computes them while the host goes on, but the host waits for its copies of the weights (`before_update`). A step without statistics does nothing of this.
+and the whole step, whatever the layout. A GPU computes them while the host goes on, but the host waits for its copies of the weights
+(`before_update`). A step without statistics does nothing of this.
 """
 
 from __future__ import annotations

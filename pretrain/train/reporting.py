@@ -106,10 +106,10 @@ class Reporting:
     def evaluate_again(self, progress: Progress, poll: StopPoll) -> bool:
         """Evaluate the last step, which was cut short before. Write its line in the log of metrics anew, with the results."""
         logged = known_records(self.directory.path, progress.step)[-1:] if self.ranks.is_main else []
-        saved = StepRecord.from_dict(
-            progress.record or {"step": progress.step, "tokens": progress.tokens}
-        )  # if the log was lost
-        record = logged[0] if logged and logged[0].step == progress.step else saved
+        if logged and logged[0].step == progress.step:
+            record = logged[0]
+        else:  # the log was lost, or is on another rank
+            record = StepRecord.from_dict(progress.record or {"step": progress.step, "tokens": progress.tokens})
         is_whole = self.evaluate(record, poll)
         if is_whole and self.ranks.is_main and evaluation_parts(record):
             self._log(record)

@@ -182,6 +182,19 @@ def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file
     assert code == 0 and "validation v" not in printed
 
 
+def test_a_validation_that_is_made_up_has_the_numbers_of_its_step_though_the_log_is_lost(pool, config_file, prepared):
+    """The line had no loss, though the checkpoint holds it."""
+    run = config_file.parent / "runs" / "run"
+    options = ("run.steps=2", "schedule.warmup_steps=0", f"data.validation=[{{path: {prepared}, name: v}}]")
+    assert pool.launch(1, run_main, str(config_file), *options)[0][0] == 0
+    before = read_metrics(run)[-1]
+    (run / "status.json").write_text(json.dumps(status(run) | {"state": "preempted"}))
+    (run / METRICS_FILE).unlink()
+    assert pool.launch(1, run_main, str(config_file), *options)[0][0] == 0
+    after = read_metrics(run)[-1]
+    assert [after[name] for name in ("step", "loss", "grad_norm", "validation")] == [before[name] for name in ("step", "loss", "grad_norm", "validation")]
+
+
 def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, config_file):
     run = config_file.parent / "runs" / "run"
     command = [

@@ -808,6 +808,20 @@ def test_an_option_without_effect_is_bad_usage(tmp_path, byte_tokenizer, capsys,
     assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("prepare_data", ["--dataset", "", "--tokenizer", "bytes"], "--dataset is empty"),
+        ("collect_source", [], "give the name of a file"),
+    ],
+)
+def test_an_empty_name_is_bad_usage(capsys, name, options, said):
+    """It was a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        tool(name).main([*options, "--output", "/"])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_text_beside_ids_in_one_shard_has_no_bytes_per_token(tmp_path, byte_tokenizer):
     """The bytes of 5 letters beside 1,000 tokens were 0.005 bytes per token, and bits per byte 200 times too high."""
     (tmp_path / "a.txt").write_text("hello")

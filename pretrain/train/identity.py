@@ -39,7 +39,7 @@ _CONSEQUENCES = {
     "data.sources": "the old data order would be applied to different data: some text would be repeated and some skipped",
     "data.mixture": "the sources would be read from other places: some samples would be repeated and some skipped",
 }
-_IN_STEPS = {
+IN_STEPS = {
     "run.tokens": "run.steps",
     "schedule.warmup_tokens": "schedule.warmup_steps",
     "schedule.decay_tokens": "schedule.decay_steps",
@@ -152,7 +152,7 @@ def check_changes(
     `tokens`: the run's tokens so far, if a stage can change its mixture from there on; else 0. `other_name`: whether another
     run.name would help.
     """
-    changes, named = [*identity, *settings], [_IN_STEPS.get(name, name) for name in accepted]
+    changes, named = [*identity, *settings], [IN_STEPS.get(name, name) for name in accepted]
     refused = [change for change in changes if change.consent is None or not _is_under(change.name, named)]
     if tolerated := [change for change in changes if change not in refused]:
         log.warning("%s: accepted %s", holder, _describe(tolerated))

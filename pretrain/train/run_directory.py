@@ -7,6 +7,7 @@ only observe: if status.json, ranks.json, metrics.jsonl, TensorBoard or a log fa
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ from pretrain.storage import append_line, exists, make_directory, real, replace_
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
 log = logging.getLogger(__name__)
+
+_LONGEST_NAME = 255  # bytes, of a file or folder, on every common file system
 
 
 def directory_of(run: Run) -> Path:
@@ -46,6 +49,8 @@ def directory_of(run: Run) -> Path:
                 raise ConfigError(
                     f"{key}: {place} is a link to {os.readlink(place)}, which leads nowhere; make that folder, or remove the link"
                 )
+            elif len(os.fsencode(place.name)) > _LONGEST_NAME:  # below a missing folder the system would not say so yet
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(place))
         except OSError as error:
             raise ConfigError(f"{key}: {reason_of(error)}") from error
     return path

@@ -26,7 +26,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError, LaunchError
 from pretrain.models.families import family_of
 from pretrain.parallel.blocks import DTYPES
-from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
+from pretrain.train.identity import IN_STEPS, check_changes, check_model, differences, identity_changes, setting_changes
 from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
 from pretrain.train.plan import Plan, model_identity
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -129,6 +129,8 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
         )
     _refuse_streamed_text(path, state["identity"], f"run.init_from={path} starts a new run with its weights")
     saved = _config_of(path / "config.yaml")
+    # Before the changes: another batch makes another schedule of a number of tokens, and accepting that would not help.
+    _check_tokens(plan, choice, saved)
     settings = setting_changes(saved, config, state["step"]) if saved else []
     identity = identity_changes(state["identity"], plan.identity(state["samples"]))
     # If weights alone decide the mixture, a stage can keep the past as it was.
@@ -136,21 +138,27 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
     tokens = state["samples"] * config.data.sequence_length if by_weight else 0
     own = path.parent == directory.checkpoints
     check_changes(path, identity, settings, config.run.accept_changes, tokens, other_name=own)
-    _check_tokens(plan, choice)
     return _difference(saved, plan, path)
 
 
-def _check_tokens(plan: Plan, choice: Choice) -> None:
+def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     """Raise ConfigError if steps before the checkpoint had another batch than numbers of tokens are counted with."""
     step, taken = choice.state["step"], choice.state["samples"]
     counted = plan.data.samples_after(0, step)
     if not plan.tokens or counted == taken:
         return
-    (key, tokens), length = next(iter(plan.tokens.items())), plan.config.data.sequence_length
-    last = batch_schedule(plan.config).step_of(-(-tokens // length) - 1, taken, step) if key == "run.tokens" else None
+    schedule, length = plan.config.schedule, plan.config.data.sequence_length
+    found = {
+        "schedule.warmup_tokens": saved.get("schedule", {}).get("warmup_steps"),  # the past stays as it was
+        "schedule.decay_tokens": schedule.decay_steps,  # of today's batch, which the last steps have
+    }
+    if "run.tokens" in plan.tokens:
+        found["run.tokens"] = batch_schedule(plan.config).step_of(-(-plan.tokens["run.tokens"] // length) - 1, taken, step)
+    steps = [f"{IN_STEPS[key]}={found[key]} in place of {key}" for key in plan.tokens if found.get(key) is not None]
+    given = " and ".join(f"{key}={tokens}" for key, tokens in plan.tokens.items())
     raise ConfigError(
-        f"{key}={tokens} counts {counted} samples in the first {step} steps, as the batch is now, and {choice.path} has taken {taken}; count in "
-        f"steps from here on{f': run.steps={last} in place of run.tokens' if last else ''}"
+        f"{given} count{'s' if len(plan.tokens) == 1 else ''} {counted} samples in the first {step} steps, as the batch is now, and {choice.path} "
+        f"has taken {taken}; count in steps from here on{': ' if steps else ''}{', '.join(steps)}"
     )
 
 

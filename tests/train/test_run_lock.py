@@ -245,6 +245,14 @@ def test_a_link_that_leads_nowhere_is_refused_in_the_place_of_a_run(tmp_path):
                 directory_of(run)
 
 
+def test_a_name_that_is_too_long_is_refused_before_its_folder_exists(tmp_path):
+    """--check called it valid where run.dir was missing, and the start ended with 'File name too long'."""
+    for name in ("x" * 256, "ж" * 128, "a/" + "x" * 256):
+        with pytest.raises(ConfigError, match="run.name=.*: File name too long"):
+            directory_of(Run(dir=str(tmp_path / "missing"), name=name))
+    directory_of(Run(dir=str(tmp_path / "missing"), name="x" * 255))
+
+
 def test_what_a_killed_process_left_of_its_status_is_removed(tmp_path):
     directory = RunDirectory(tmp_path)
     (tmp_path / ".status.json.0a1b2c3d").write_text("{")

@@ -55,6 +55,25 @@ def test_a_run_counted_in_tokens_is_not_miscounted_when_its_batch_changes(pool, 
     assert read_metrics(run)[-1]["tokens"] >= 2048 > read_metrics(run)[-2]["tokens"]
 
 
+def test_a_changed_batch_and_a_warm_up_in_tokens_are_refused_once_with_the_steps_that_keep_the_past(pool, config_file):
+    common = ("run.steps=12", "schedule.name=wsd", "batch.micro_sequences=4", "log.every_steps=1")
+    tokens = ("schedule.warmup_steps=0", "schedule.warmup_tokens=2048", "schedule.decay_tokens=1024")
+    # 8 samples of 32 tokens: a warm-up of 8 steps, of which 4 are taken.
+    straight = train(pool, 1, config_file, "run.name=straight", *common, *tokens, "batch.sequences=8", "checkpoint={every_steps: 4, keep_last: 0}")
+    cut_after(straight, 4)
+    larger = ("run.name=parts", *common, "batch.sequences=16", "run.accept_changes=[batch.sequences]")
+    for written in ((*larger, *tokens), (*larger[:-1], *tokens)):
+        [(code, printed)] = pool.launch(1, run_main, str(config_file), *written)
+        assert code == 2 and "schedule.warmup_tokens=2048 and schedule.decay_tokens=1024 count 64 samples in the first 4 steps" in printed
+        assert (
+            "count in steps from here on: schedule.warmup_steps=8 in place of schedule.warmup_tokens, "
+            "schedule.decay_steps=2 in place of schedule.decay_tokens" in printed
+        )
+    run = train(pool, 1, config_file, *larger, "schedule.warmup_steps=8", "schedule.decay_steps=2")
+    rates = [record["lr"] / 3e-3 for record in read_metrics(run)]
+    assert rates[:4] == pytest.approx([5 / 8, 6 / 8, 7 / 8, 1])
+
+
 def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(config_file):
     # 10 steps of 4 samples of 32 tokens, 5 of 2, and 5 of 8.
     stages = "batch.ramp=[{until_tokens: 1280, sequences: 4}, {until_tokens: 1600, sequences: 2}, {until_tokens: 99999, sequences: 8}]"

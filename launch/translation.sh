@@ -9,11 +9,17 @@ shift
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 work=quickstart/translation
+case " $* " in
+  *" run.name="* | *" run.dir="*)
+    echo "error: the run is runs/translation_multi30k, which is scored at the end; for another name call pretrain/run.py and tools/translate.py" >&2
+    exit 2
+    ;;
+esac
 
 files=("$data".train.{de,en}.gz "$data".val.{de,en}.gz)
 found=$(sha256sum "${files[@]}" | cut -d " " -f 1)
 if [ -e "$work/pairs" ] && ! echo "$found" | cmp -s - "$work/files.sha256"; then
-  echo "error: $PWD/$work was prepared from other files than those in ${data%/*}, or by an earlier version; delete that folder, and its run in runs/ or give another run.name=NAME" >&2
+  echo "error: $PWD/$work was prepared from other files than those in ${data%/*}, or by an earlier version; delete that folder and runs/translation_multi30k" >&2
   exit 2
 fi
 bash launch/setup.sh translation

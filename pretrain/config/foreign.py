@@ -108,7 +108,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("model.max_sequence_length"): ("max_position_embeddings", "max_positions"),
     _renamed("model.rope.theta"): ("rope_theta", "rotary_base"),
     "the name of a run is run.name, also in trackers": ("wandb_run_name", "run_name", "exp_name"),
-    "prepared data is listed in data.sources; data.text.dataset is a Hugging Face dataset that is tokenized during the run": ("dataset", "dataset_name"),
+    "prepared data is listed in data.sources; data.text.dataset is a Hugging Face dataset that the first start prepares": ("dataset", "dataset_name"),
     "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)": ("init_from",),
     _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir"),
     _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),

@@ -120,7 +120,7 @@ class ExpertsConfig:
         None,
         "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
         "`active` where loads are even (arXiv 2101.03961). DeepSeek-V3 (arXiv 2412.19437) and Megatron divide theirs by `active`: their "
-        "weight divided by `active` is ours. transformers averages over layers: its router_aux_loss_coef divided by the number of layers is ours.",
+        "weight divided by `active` is ours. transformers averages over layers: its router_aux_loss_coef divided by the number of layers with experts is ours.",
         ge=0,
         resume="accept",
         le=1e6,

@@ -145,6 +145,7 @@ class Batch:
         "pairs.",
         ge=1,
         when={"data.pairs": SET},
+        resume="never",
         le=2**50,
     )
     micro_tokens: int | None = key(

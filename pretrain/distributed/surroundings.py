@@ -116,7 +116,5 @@ def _oddities(device: torch.device, ranks_here: int) -> list[str]:
     if device.type == "cuda":
         shared = Path("/dev/shm")
         if shared.is_dir() and (size := shutil.disk_usage(shared).total / 1e9) < LEAST_SHARED_GB:
-            found.append(
-                f"/dev/shm has {size:.2f} GB; NCCL and data workers need more (docker run --shm-size, an emptyDir of medium Memory)"
-            )
+            found.append(f"/dev/shm has {size:.2f} GB; NCCL needs more (docker run --shm-size, an emptyDir of medium Memory)")
     return found

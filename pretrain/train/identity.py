@@ -45,6 +45,10 @@ IN_STEPS = {
     "schedule.decay_tokens": "schedule.decay_steps",
 }  # keys in tokens, and those that a run records in their place
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume, and nothing about the run
+_ORDER_OF_PAIRS = (
+    "data.seed",
+    "data.sources",
+)  # batches of pairs differ in size: another order has none that begins at the run's place
 _SHOWN = 4  # values of one kind that a message lists
 # Parts that records from before 2026-12 lack. Without them there is nothing to compare.
 _LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+|precision\.\w+")
@@ -77,7 +81,8 @@ def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]
     names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
     names = [name for name in names if name in saved or not _LATER.fullmatch(name)]
     changed = [name for name in names if saved.get(name) != own.get(name)]
-    kinds = {name: next((key for key in _CONSEQUENCES if _is_under(name, [key])), None) for name in changed}
+    fixed = _ORDER_OF_PAIRS if saved.get("data.kind") == own.get("data.kind") == "pairs" else ()
+    kinds = {name: next((k for k in _CONSEQUENCES if k not in fixed and _is_under(name, [k])), None) for name in changed}
 
     def places(name: str) -> tuple[str, str]:
         key = f"{name.removesuffix('.documents')}.path"

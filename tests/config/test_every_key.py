@@ -123,7 +123,7 @@ SEEN = {
     "batch.lengths.0.until_tokens": "train/test_schedules.py::test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted",
     "batch.lengths.0.length": "train/test_schedules.py::test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted",
     "batch.ramp.0.sequences": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",
-    "batch.tokens": f"{PAIRS}::test_another_batch_size_or_other_pairs_make_another_run",
+    "batch.tokens": f"{PAIRS}::test_another_batch_size_another_seed_or_other_pairs_make_another_run",
     "batch.micro_tokens": f"{PAIRS}::test_a_layout_computes_what_one_process_computes",
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",

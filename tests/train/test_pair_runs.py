@@ -160,10 +160,21 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, pair_config, bef
         assert largest_relative_difference(losses(parts), losses(whole)[7:]) <= 1e-4
 
 
-def test_another_batch_size_or_other_pairs_make_another_run(pool, pair_config, tmp_path, byte_tokenizer):
-    train(pool, 1, pair_config, "run.steps=2", "schedule.warmup_steps=1")
-    [(code, printed)] = pool.launch(1, run_main, str(pair_config), "run.steps=4", "schedule.warmup_steps=1", "batch.tokens=500")
-    assert code == 1 and "data.batch_tokens was 400 and is 500" in printed
+def test_another_batch_size_another_seed_or_other_pairs_make_another_run(pool, pair_config, tmp_path, byte_tokenizer):
+    """Another order has no batch that begins where the run is, so consent cannot help."""
+    few = ("run.steps=4", "schedule.warmup_steps=1")
+    train(pool, 1, pair_config, "run.steps=2", few[1])
+    sources = sentences(40, 1, longest=12)
+    split = split_of(tmp_path, "other", sources, sources)
+    prepare_pairs(tmp_path / "other_pairs", split, split, byte_tokenizer)
+    for changed, named in (
+        ("batch.tokens=500", "data.batch_tokens was 400 and is 500"),
+        ("run.seed=8", "data.seed was 7 and is 8"),
+        (f"data.pairs={tmp_path}/other_pairs/train", "data.sources.0 was "),
+    ):
+        for accepted in ([], ["run.accept_changes=[run.seed, data.seed, data.sources]"]):
+            [(code, printed)] = pool.launch(1, run_main, str(pair_config), *few, changed, *accepted)
+            assert code == 1 and f"holds another run: {named}" in printed and "if you mean it" not in printed
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -1,6 +1,6 @@
 """From documents to ids, end to end. Only this file makes the ids of a document.
 
-    text ──cut where the tokenizer cuts anyway──▶ stretches of 250,000 characters ──▶ ids of each, joined
+    text ──cut where the tokenizer cuts anyway──▶ stretches of 262,144 characters ──▶ ids of each, joined
 
 A library takes 17 (tiktoken) to 130 (tokenizers) times the size of a text while it encodes it. So a long text is cut, at places where
 the ids on both sides are those of the whole. One such place is between a word and the space after it, where almost every tokenizer

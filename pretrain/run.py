@@ -64,7 +64,12 @@ def _unrecognized(unknown: list[str]) -> str:
     )
 
 
-def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sinks: Sequence[Sink] = ()) -> int:
+def main(
+    argv: list[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
+    end: contextlib.ExitStack | None = None,
+) -> int:
     """Run, and return the exit code.
 
         0    finished, preempted or stopped
@@ -72,11 +77,13 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sink
         2    a configuration or launch that cannot work
         130  interrupted by SIGINT where there is nothing to save
 
-    `callbacks` and `sinks`: code of your own in the run (docs/extending.md).
+    `callbacks` and `sinks`: code of your own in the run (docs/extending.md). `end`: where it closes, handlers of signals are what they were
+    before; by default before this returns.
     """
     arguments = parse(argv)
     try:
-        return run(arguments, callbacks, sinks)
+        with contextlib.nullcontext(end) if end else contextlib.ExitStack() as until:
+            return run(arguments, callbacks, sinks, until)
     except UserError as error:
         # One line for the user. The traceback is in logs/rank-N.log if the run got far enough to have that file.
         is_alone = arguments.check or arguments.print_config
@@ -94,7 +101,7 @@ def tell_others(error: UserError) -> None:
     tell(error)
 
 
-def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink]) -> int:
+def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink], end: contextlib.ExitStack) -> int:
     """Print the configuration, check it or train, as the arguments say. Returns the exit code; raises UserError."""
     from pretrain.config.load import load_config
     from pretrain.config.written import to_yaml
@@ -108,13 +115,12 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
 
             print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
             return 0
-        with contextlib.ExitStack() as end:
-            with first_import(until=end):
-                from pretrain.train.extensions import Extensions
-                from pretrain.train.session import check, train
+        with first_import(until=end):
+            from pretrain.train.extensions import Extensions
+            from pretrain.train.session import check, train
 
-            extensions = Extensions(callbacks, sinks)
-            return check(config, arguments.ranks, arguments.explain) if arguments.check else train(config, extensions)
+        extensions = Extensions(callbacks, sinks)
+        return check(config, arguments.ranks, arguments.explain) if arguments.check else train(config, end, extensions)
     except ConfigError as error:
         # Two values that cannot go together: the message begins with the first of them, `model.dim=33 is not ...`.
         begins = re.match(r"[a-z_]+(?:\.\w+)+(?==)", str(error))
@@ -133,4 +139,5 @@ def _refuse_without_temporary_files() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Signals are given back to nobody: a run that is over ignores them until its process has ended.
+    sys.exit(main(end=contextlib.ExitStack()))

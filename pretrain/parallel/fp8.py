@@ -38,15 +38,18 @@ _SMALLEST = 2.0**-100
 
 
 def set_fp8(network: nn.Module, precision: Precision, ranks: int = 1) -> None:
-    """Let projections compute in fp8. `ranks`: those that will share each of them. Raises ConfigError for sizes that fp8 does not have."""
-    product = Fp8Product(precision.fp8)
+    """Let projections compute in fp8. `ranks`: those that will share each of them. Raises ConfigError for sizes that fp8 does not have.
+
+    Ranks split one of a projection's sizes. Both must divide, so that the rule does not depend on which.
+    """
+    product, multiple = Fp8Product(precision.fp8), MULTIPLES[precision.fp8] * ranks
     for name, linear in projections(network, precision.fp8_modules).items():
         for size in (linear.in_features, linear.out_features):
-            if size % (MULTIPLES[precision.fp8] * ranks):
+            if size % multiple:
                 over = f" over {ranks} tensor-parallel ranks" if ranks > 1 else ""
                 raise ConfigError(
                     f"precision.fp8={precision.fp8}: {name} is {linear.in_features} x {linear.out_features}{over}, and fp8 needs multiples of "
-                    f"{MULTIPLES[precision.fp8]}; leave it out of precision.fp8_modules"
+                    f"{multiple}; leave it out of precision.fp8_modules"
                 )
         linear.product = product
 
@@ -136,6 +139,8 @@ def takes_scales_of_rows() -> bool:
 
 def to_fp8(x_RK: Tensor, kind: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """The tensor over its scales in fp8, row after row in memory, and the scales, fp32: one, or one per row [R, 1]."""
+    if not x_RK.numel():  # no token: a largest number does not exist
+        return x_RK.to(kind), x_RK.new_ones((len(x_RK), 1) if by_row else (), dtype=torch.float32)
     largest = x_RK.abs().amax(1, keepdim=True) if by_row else x_RK.abs().amax()
     scale = _power_below(largest) * 2.0 ** -_BITS_BELOW[kind]
     return (x_RK / scale.to(x_RK.dtype)).to(kind).contiguous(), scale

@@ -68,6 +68,8 @@ class RunDirectory:
         self.token = ""
         self.newest: str | None = None
         self.devices = 1
+        self._device: int | None = None
+        """The file system of `run.dir`, when the directory was claimed."""
         self._recorded: tuple[dict[str, Any], str, dict[str, Any]] | None = None
         self._started, self._begun, self._spent_before = _now(), time.monotonic(), 0.0
         self._status_lines = Tolerated(str(path / "status.json"))
@@ -76,6 +78,7 @@ class RunDirectory:
     def claim(self) -> None:
         """Create or take over the directory. Raises CheckpointError if another process holds it."""
         make_directory(self.path)
+        self._device = os.stat(self.path).st_dev
         self.token = self._lock.acquire()
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
@@ -135,13 +138,20 @@ class RunDirectory:
         except OSError as error:  # the save that follows fails for the same reason, on all ranks together
             log.warning("%s: cannot be looked at: %s", self.path, reason_of(error))
             return
-        log.warning(
-            "%s: identity.json is gone, so somebody has removed the directory while the run trains. What describes the run is written again; logs and "
-            "earlier checkpoints are lost, and the lock with them: start no second run there",
-            self.path,
-        )
         try:
             make_directory(self.path)
+            if os.stat(self.path).st_dev != self._device:
+                log.warning(
+                    "%s: its storage is not mounted any more. From here on the run is kept below the mount point, without its earlier checkpoints; end "
+                    "it, move the directory away, mount the storage, and move the new checkpoints to the run's",
+                    self.path,
+                )
+            else:
+                log.warning(
+                    "%s: identity.json is gone, so somebody has removed the directory while the run trains. What describes the run is written again; "
+                    "logs and earlier checkpoints are lost, and the lock with them: start no second run there",
+                    self.path,
+                )
             self.record_start(*self._recorded)
         except OSError as error:
             log.warning("%s: it cannot be written: %s", self.path, reason_of(error))

@@ -134,8 +134,8 @@ def _check_export(plan: Plan) -> None:
                 raise CheckpointError(problem)
 
 
-def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
-    """Train; 0 when finished, preempted or stopped. UserError is raised after the run's status says `failed`."""
+def train(config: Config, end: ExitStack, extensions: Extensions = NO_EXTENSIONS) -> int:
+    """Train; 0 when finished, preempted or stopped. UserError is raised after the run's status says `failed`. `end` gives the signals back."""
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
@@ -151,7 +151,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
             directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
             _agree(plan, device, meeting, directory, extensions)
             ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
-            _train_together(plan, ranks, directory, extensions)
+            _train_together(plan, ranks, directory, extensions, end)
     except BaseException as error:
         meeting.leave(error)
         raise
@@ -185,20 +185,20 @@ def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDir
         log.warning(note)
 
 
-def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extensions: Extensions) -> None:
-    trainer, stop = None, StopRequest()
+def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extensions: Extensions, end: ExitStack) -> None:
+    trainer, stop = None, StopRequest(alone=ranks.world_size == 1)
 
     def record(error: BaseException) -> None:
         _record_failure(directory, trainer, ranks, error)
 
     if ranks.monitor is not None:
 
-        def end(line: str) -> None:
+        def end_with(line: str) -> None:
             finish_line()
             record(LostRankError(line))
             directory.release()
 
-        ranks.monitor.keep_record(directory.path / "logs", end)
+        ranks.monitor.keep_record(directory.path / "logs", end_with)
     rank_file = RankFile(directory.path)
     try:
         verify_everywhere(plan.data.holdings, False, ranks)  # before a directory is made for a run that cannot start
@@ -221,9 +221,9 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
-        # Active until the last line: a second notice from the scheduler must not end a rank that is about to report success.
+        # Until the process ends: a second notice from the scheduler must not end a rank that reports success.
+        end.enter_context(stop)
         with ExitStack() as stack:
-            stack.enter_context(stop)
             export = None
             if ranks.is_main and trainer.progress.step == 0:
                 export = start_export_check(
@@ -237,6 +237,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
                 said = f" ({trainer.end_reason})" if trainer.end_reason else ""
                 log.info("%s at step %d: %s%s", outcome, trainer.progress.step, directory.path, said)
             trainer.continuation.wait_for_removal()
+            stop.ignore()
     except BaseException as error:
         record(error)
         raise
@@ -244,8 +245,6 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         ranks.tell_of_ranks(None)
         rank_file.close()
         directory.release()
-        if ranks.world_size == 1:  # no other rank waits for this one, and a script may call `main` again after a failure
-            stop.restore()
 
 
 _REASONS = {"preempted": "asked to stop by a signal; the same command continues"}

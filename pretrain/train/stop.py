@@ -13,9 +13,13 @@ from pretrain.distributed.ranks import Ranks
 
 
 class StopRequest:
-    """While active, each of STOP_SIGNALS asks for a stop; a SIGINT after any of them interrupts at once."""
+    """While active, each of STOP_SIGNALS asks for a stop; a SIGINT after any of them interrupts at once.
 
-    def __init__(self) -> None:
+    `alone`: no other rank waits for this one.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
+        self.alone = alone
         self.reason: str | None = None
         self._before: dict[int, object] = {}
 
@@ -27,14 +31,15 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not self.alone:
             return  # the launcher ends the others when one rank fails, and must not cut off this rank's last message
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the signals back to who had them."""
-        while self._before:
+        while self._before:  # a script may call `main` again
             signal.signal(*self._before.popitem())
+
+    def ignore(self) -> None:
+        """The run is over and says so: nothing is left to stop. Its process may take seconds to end, and must not turn its success into a failure."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:

@@ -122,6 +122,14 @@ def network(**values):
         return build_network(complete(Model(dim=64, layers=2, heads=4, ffn_dim=96, vocab_size=40, **values), 8))
 
 
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
+def test_no_tokens_give_no_rows_and_no_gradient(scaling):
+    x, weight = torch.zeros(0, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    y = Fp8Product(scaling)(x, weight, None)
+    y.sum().backward()
+    assert y.shape == (0, 64) and not weight.grad.any()
+
+
 def test_patterns_choose_among_the_projections_of_blocks():
     model = network(family="custom", experts=ExpertsConfig(count=4, active=2, ffn_dim=32, shared=1))
     names = list(projections(model, ["*"]))
@@ -129,7 +137,7 @@ def test_patterns_choose_among_the_projections_of_blocks():
     assert list(projections(model, ["layers.1.*"])) == [name for name in names if name.startswith("layers.1.")]
     with pytest.raises(ConfigError, match=r"precision.fp8_modules: output matches no projection of a block; there are layers.0"):
         projections(model, ["*", "output"])
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is 64 x 96 over 4 tensor-parallel ranks, and fp8 needs multiples of 16"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is 64 x 96 over 4 tensor-parallel ranks, and fp8 needs multiples of 64"):
         set_fp8(network(family="custom"), Precision(fp8="rowwise", fp8_modules=["*.mlp.*"]), 4)
 
 

@@ -235,6 +235,27 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(config_file):
     assert status(run).items() >= {"state": "preempted", "checkpoint": f"step-{step:08d}"}.items() and step < 2000
 
 
+def test_signals_after_the_last_line_do_not_make_a_failure_of_a_saved_run(config_file):
+    """They were given back before the process had ended: exit code -15, or 130 and a traceback, although the run was saved."""
+    command = [sys.executable, "-u", str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), "run.steps=3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
+        printed, sent = [], 0
+        for line in process.stdout:
+            printed.append(line)
+            if "step" in line and "loss" in line and not sent:
+                process.send_signal(signal.SIGTERM)
+                sent = 1
+            if "preempted at step" in line:
+                break
+        while process.poll() is None:
+            process.send_signal(STOP_SIGNALS[sent % len(STOP_SIGNALS)])
+            sent += 1
+            time.sleep(0.01)
+        printed += process.stdout.readlines()
+    assert process.returncode == 0 and sent > 3, printed
+    assert "preempted at step" in printed[-1]
+
+
 def test_a_run_that_nohup_has_started_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

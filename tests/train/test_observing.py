@@ -379,7 +379,8 @@ def failing_export(config_file: str, *overrides: str) -> str:
     check = SimpleNamespace(problem=lambda: "export check: no", finish=lambda *_: None, close=lambda: None)
     with patch.object(session, "start_export_check", lambda *arguments: check):
         try:
-            session.train(load_config(config_file, list(overrides))[0])
+            with contextlib.ExitStack() as end:
+                session.train(load_config(config_file, list(overrides))[0], end)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "trained"

@@ -272,6 +272,19 @@ def test_a_directory_that_cannot_be_looked_at_is_a_warning(tmp_path, monkeypatch
     assert f"{tmp_path}: cannot be looked at: " in caplog.text and "Permission denied" in caplog.text
 
 
+def test_storage_that_is_not_mounted_any_more_is_told_from_a_removed_directory(tmp_path, caplog):
+    """The message said that the earlier checkpoints were lost, which were on the storage."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.claim()
+    directory.record_start({}, "", {})
+    (directory.path / "identity.json").unlink()
+    with patch.object(directory, "_device", -1):
+        directory.restore_record()
+    directory.release()
+    assert "its storage is not mounted any more" in caplog.text and "are lost" not in caplog.text
+    assert (directory.path / "identity.json").exists()
+
+
 def test_a_directory_that_is_removed_is_said_and_what_the_run_still_saves_can_be_resumed(pool, config_file):
     constant = "schedule={name: constant, warmup_steps: 0}"
     options = ("run.steps=8", constant, "checkpoint.every_steps=4", "parallel.strategy=single")

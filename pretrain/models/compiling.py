@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +73,8 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             # torch would compile backward when it comes to it, where nothing below would meet an error.
             torch._functorch.config.force_non_lazy_backward_lowering = True
+            if not torch.cuda.is_available():
+                look_at_the_cpu()
         try:
             try:
                 return compiled(*args, **named)
@@ -90,6 +93,20 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {remedy}") from error
 
     return call
+
+
+@functools.cache
+def look_at_the_cpu() -> None:
+    """Let torch find out which vector instructions the CPU has. It compiles a small program for each, and where a signal to all processes of a run
+    ends that compiler, it would take the CPU for one without, for as long as the process lives. So its programs get no signal.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which the programs inherit
+    try:
+        pick_vec_isa()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reason_of(error: BaseException) -> str:

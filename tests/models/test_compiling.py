@@ -1,7 +1,10 @@
 """What is compiled stays compiled: torch alone would run a function as it is from its ninth version on."""
 
+import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -76,6 +79,28 @@ def test_a_compiler_that_fails_is_told_in_one_line():
         with pytest.raises(TrainingError, match=f"^torch's compiler fails at .*{said[function]}; do without$") as caught:
             compile_strictly(function, "do without", **options)(x)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.slow  # compiles four programs of torch, half a minute
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_signal_to_all_processes_does_not_hide_what_the_cpu_can(tmp_path):
+    """It ended the compiler of torch's trial programs, and torch compiled for a CPU without those instructions, in silence."""
+    compiler = tmp_path / "signalled"
+    compiler.write_text("#!/bin/bash\n(sleep 0.05; kill -TERM 0) &\nexec g++ \"$@\"\n")
+    compiler.chmod(0o755)
+    code = (
+        "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "from pretrain.models.compiling import look_at_the_cpu; look_at_the_cpu()\n"
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa(), bool(told))"
+    )
+    found = {}
+    for name in ("g++", str(compiler)):
+        environment = {**os.environ, "CXX": name, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{len(found)}")}
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, start_new_session=True)
+        assert ended.returncode == 0, ended.stderr
+        found[name] = ended.stdout.split()
+    assert found[str(compiler)][:-1] == found["g++"][:-1]
+    assert (found["g++"][-1], found[str(compiler)][-1]) == ("False", "True")
 
 
 @pytest.mark.parametrize(("code", "times"), [(-signal.SIGTERM, 2), (1, 1)])

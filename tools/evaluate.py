@@ -120,7 +120,7 @@ def show(lines: list[dict[str, Any]], as_json: bool) -> None:
             bits = f", {line['bits_per_byte']:.4f} bits per byte" if line["bits_per_byte"] is not None else ""
             print(
                 f"{line['name']}: loss {line['loss']:.4f}, perplexity {line['perplexity']:.3f}{bits} "
-                f"({line['tokens']:,} tokens of {line['documents']:,} documents)"
+                f"({line['tokens']:,} tokens of {line['documents']:,} document{'' if line['documents'] == 1 else 's'})"
             )
         else:
             print(f"{line['name']}: {_joined({key: value for key, value in line.items() if key != 'name'})}")

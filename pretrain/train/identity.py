@@ -45,10 +45,8 @@ IN_STEPS = {
     "schedule.decay_tokens": "schedule.decay_steps",
 }  # keys in tokens, and those that a run records in their place
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume, and nothing about the run
-_ORDER_OF_PAIRS = (
-    "data.seed",
-    "data.sources",
-)  # batches of pairs differ in size: another order has none that begins at the run's place
+# Batches of pairs differ in size: another order has none that begins at the run's place.
+_ORDER_OF_PAIRS = ("data.seed", "data.sources")
 _SHOWN = 4  # values of one kind that a message lists
 # Parts that records from before 2026-12 lack. Without them there is nothing to compare.
 _LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+|precision\.\w+")

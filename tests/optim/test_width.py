@@ -66,10 +66,10 @@ def test_initial_values_rates_and_decays_are_those_of_the_table():
         assert found[name].weight_decay == pytest.approx(plain[name].weight_decay / factors[1]), name
     assert len(seen) == 3
     initialise(model, 0, scales)
-    drawn = dict(model.named_parameters())
-    assert float(drawn["layers.0.attention.query.weight"].detach().std()) == pytest.approx(0.01, rel=0.05)
-    assert float(drawn["output.weight"].std()) == pytest.approx(0.005, rel=0.05)
-    assert float(drawn["embedding.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    drawn = {name: float(parameter.detach().std()) for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    assert drawn["layers.0.attention.query.weight"] == pytest.approx(0.01, rel=0.05)
+    assert drawn["output.weight"] == pytest.approx(0.005, rel=0.05)
+    assert drawn["embedding.weight"] == pytest.approx(0.02, rel=0.05)
     # At the base width nothing changes.
     assert set(initial_scales(base, 32).values()) == {1.0}
     assert rules(base, Optim(base_width=32)) == rules(base, Optim())

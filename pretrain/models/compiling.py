@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pretrain.errors import TrainingError, clipped
+from pretrain.storage import real
+
+log = logging.getLogger(__name__)
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
@@ -56,7 +62,8 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
     """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
     `MOST_VERSIONS` versions. With more, torch would run it uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
 
-    Where a signal has ended the C++ compiler, the function is called once more, from its beginning.
+    Where a signal has ended the C++ compiler, the function is called once more, from its beginning. So it is where torch's cache has a library that
+    a killed process left unfinished, which is removed.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -76,15 +83,7 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             if not torch.cuda.is_available():
                 look_at_the_cpu()
         try:
-            try:
-                return compiled(*args, **named)
-            except TorchDynamoException as error:
-                if not _was_killed(error):
-                    raise
-                from torch._inductor.utils import clear_caches
-
-                clear_caches()  # which keep what has failed
-                return compiled(*args, **named)
+            return _called(compiled, args, named)
         except FailOnRecompileLimitHit as error:
             raise TrainingError(
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
@@ -93,6 +92,24 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {remedy}") from error
 
     return call
+
+
+def _called(compiled: Callable, args: tuple, named: dict[str, Any]) -> Any:
+    """What it returns. It is called again where what went wrong is no fault of the program's."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    was_killed = False
+    while True:
+        try:
+            return compiled(*args, **named)
+        except TorchDynamoException as error:
+            if not _remove_torn(error):
+                if was_killed or not _was_killed(error):
+                    raise
+                was_killed = True
+            from torch._inductor.utils import clear_caches
+
+            clear_caches()  # which keep what has failed
 
 
 @functools.cache
@@ -115,6 +132,26 @@ def _reason_of(error: BaseException) -> str:
     lines = printed.strip().splitlines()
     line = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return ": ".join(clipped(text, 300) for text in (said.partition("\n\n")[0], line) if text)
+
+
+def _remove_torn(error: BaseException) -> bool:
+    """Remove the library in torch's cache that cannot be loaded because it was never written to its end. Whether there was one.
+
+    The C++ compiler writes it under its final name, so a process that is killed meanwhile would make each later start fail.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cause = getattr(error, "inner_exception", error)
+    found = (
+        re.match(r"(.+\.so): (file too short|invalid ELF header)", str(cause))
+        if isinstance(cause, (ImportError, OSError))
+        else None
+    )
+    if found is None or not real(Path(found[1])).is_relative_to(real(Path(cache_dir()))):
+        return False
+    Path(found[1]).unlink(missing_ok=True)
+    log.warning("removed %s (%s), which a process left unfinished that was killed while it compiled", *found.groups())
+    return True
 
 
 def _was_killed(error: BaseException) -> bool:

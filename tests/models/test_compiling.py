@@ -103,6 +103,27 @@ def test_a_signal_to_all_processes_does_not_hide_what_the_cpu_can(tmp_path):
     assert (found["g++"][-1], found[str(compiler)][-1]) == ("False", "True")
 
 
+def test_a_library_that_a_killed_process_left_unfinished_is_compiled_again(tmp_path, monkeypatch, caplog):
+    """After kill -9 while it compiled, each later start failed: torch takes a file that exists for a whole one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torn = [tmp_path / "cache" / "a.so", tmp_path / "cache" / "b.so", tmp_path / "elsewhere.so"]
+    torn[0].parent.mkdir()
+    for path in torn:
+        path.touch()
+    left = list(torn)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        if left:
+            raise ImportError(f"{left.pop(0)}: file too short")
+        return graph
+
+    function, x = compile_strictly(lambda x: x.exp() + 3, backend=backend), torch.ones(3)
+    with pytest.raises(TrainingError, match="elsewhere.so: file too short"):
+        function(x)
+    assert [path.exists() for path in torn] == [False, False, True] and caplog.text.count("left unfinished") == 2
+    assert torch.equal(function(x), x.exp() + 3)
+
+
 @pytest.mark.parametrize(("code", "times"), [(-signal.SIGTERM, 2), (1, 1)])
 def test_a_compiler_that_a_signal_killed_is_started_again(code, times):
     """A signal to a run's whole group, Ctrl-C for one, ends the C++ compiler too. The run completes its step, saves, and ends as preempted."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from pretrain.errors import TrainingError, clipped
 from pretrain.storage import real
 
 log = logging.getLogger(__name__)
+
+_STARTED = time.time()
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
@@ -80,7 +84,7 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             # torch would compile backward when it comes to it, where nothing below would meet an error.
             torch._functorch.config.force_non_lazy_backward_lowering = True
-            if not torch.cuda.is_available():
+            if not torch.cuda.is_available():  # beside a GPU, little is compiled for the CPU
                 look_at_the_cpu()
         try:
             return _called(compiled, args, named)
@@ -98,15 +102,16 @@ def _called(compiled: Callable, args: tuple, named: dict[str, Any]) -> Any:
     """What it returns. It is called again where what went wrong is no fault of the program's."""
     from torch._dynamo.exc import TorchDynamoException
 
-    was_killed = False
+    once_more = True
     while True:
         try:
             return compiled(*args, **named)
         except TorchDynamoException as error:
-            if not _remove_torn(error):
-                if was_killed or not _was_killed(error):
+            torn = _torn_library(error)
+            if torn is None or not _removed_as_old(torn):
+                if not once_more or (torn is None and not _was_killed(error)):
                     raise
-                was_killed = True
+                once_more = False
             from torch._inductor.utils import clear_caches
 
             clear_caches()  # which keep what has failed
@@ -134,11 +139,8 @@ def _reason_of(error: BaseException) -> str:
     return ": ".join(clipped(text, 300) for text in (said.partition("\n\n")[0], line) if text)
 
 
-def _remove_torn(error: BaseException) -> bool:
-    """Remove the library in torch's cache that cannot be loaded because it was never written to its end. Whether there was one.
-
-    The C++ compiler writes it under its final name, so a process that is killed meanwhile would make each later start fail.
-    """
+def _torn_library(error: BaseException) -> Path | None:
+    """The library in torch's cache that cannot be loaded because it is not whole."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     cause = getattr(error, "inner_exception", error)
@@ -147,10 +149,20 @@ def _remove_torn(error: BaseException) -> bool:
         if isinstance(cause, (ImportError, OSError))
         else None
     )
-    if found is None or not real(Path(found[1])).is_relative_to(real(Path(cache_dir()))):
-        return False
-    Path(found[1]).unlink(missing_ok=True)
-    log.warning("removed %s (%s), which a process left unfinished that was killed while it compiled", *found.groups())
+    return Path(found[1]) if found and real(Path(found[1])).is_relative_to(real(Path(cache_dir()))) else None
+
+
+def _removed_as_old(library: Path) -> bool:
+    """Remove it if it is older than this process. Whether it is gone; another rank may have removed it.
+
+    The C++ compiler writes a library under its final name. A process that was killed meanwhile would make each later start fail, but a new library may
+    be one that another process is writing.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if library.stat().st_mtime > _STARTED:
+            return False
+        library.unlink()
+        log.warning("removed %s, which a process left unfinished that was killed while it compiled", library)
     return True
 
 

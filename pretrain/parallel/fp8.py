@@ -139,8 +139,6 @@ def takes_scales_of_rows() -> bool:
 
 def to_fp8(x_RK: Tensor, kind: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """The tensor over its scales in fp8, row after row in memory, and the scales, fp32: one, or one per row [R, 1]."""
-    if not x_RK.numel():  # no token: a largest number does not exist
-        return x_RK.to(kind), x_RK.new_ones((len(x_RK), 1) if by_row else (), dtype=torch.float32)
     largest = x_RK.abs().amax(1, keepdim=True) if by_row else x_RK.abs().amax()
     scale = _power_below(largest) * 2.0 ** -_BITS_BELOW[kind]
     return (x_RK / scale.to(x_RK.dtype)).to(kind).contiguous(), scale

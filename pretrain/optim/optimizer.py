@@ -18,7 +18,11 @@ from torch.profiler import record_function
 from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
+from pretrain.optim.adafactor import Adafactor
+from pretrain.optim.adamw import AdamW
 from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, widened, widest
+from pretrain.optim.lion import Lion
+from pretrain.optim.muon import Muon
 from pretrain.optim.rules import Rule, registered, rules
 
 Groups = list[dict[str, Any]]
@@ -38,35 +42,17 @@ def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     config, parameters = given.config, [p for group in groups for p in group["params"]]
     # torch's fused one wants all of a parameter's numbers in one format.
     if given.formats.moments != torch.float32 or any(torch.bfloat16 in (p.dtype, p.grad_dtype) for p in parameters):
-        from pretrain.optim.adamw import AdamW
-
         return AdamW(groups, config.lr, tuple(config.betas), config.eps, given.formats)
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 
 
-def _lion(groups: Groups, given: Setting) -> torch.optim.Optimizer:
-    from pretrain.optim.lion import Lion
-
-    return Lion(groups, given.config.lr, tuple(given.config.betas), given.formats)
-
-
-def _adafactor(groups: Groups, given: Setting) -> torch.optim.Optimizer:
-    from pretrain.optim.adafactor import Adafactor
-
-    return Adafactor(groups, given.config.lr, given.config.adafactor, given.formats)
-
-
-def _muon(groups: Groups, given: Setting) -> torch.optim.Optimizer:
-    from pretrain.optim.muon import Muon
-
-    return Muon(groups, given.config.lr, given.config.muon, given.compute, given.formats, given.replicas)
-
-
 _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
-    "adafactor": _adafactor,
+    "adafactor": lambda groups, given: Adafactor(groups, given.config.lr, given.config.adafactor, given.formats),
     "adamw": _adamw,
-    "lion": _lion,
-    "muon": _muon,
+    "lion": lambda groups, given: Lion(groups, given.config.lr, tuple(given.config.betas), given.formats),
+    "muon": lambda groups, given: Muon(
+        groups, given.config.lr, given.config.muon, given.compute, given.formats, given.replicas
+    ),
 }
 """By a rule's `optimizer`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor. Where the optimizer's
 `found_inf` is 1, its step must change nothing."""

@@ -32,11 +32,19 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
 from pretrain.models.width import initial_scales
 from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
+from pretrain.parallel.context import ContextAxis
+from pretrain.parallel.context_pairs import PairedContextAxis
+from pretrain.parallel.cuda_graph import RecordedMicroStep
+from pretrain.parallel.expert import ExpertAxis
+from pretrain.parallel.fp8 import set_fp8
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES
+from pretrain.parallel.pipeline import PipelineAxis
+from pretrain.parallel.ring import RingAxis
+from pretrain.parallel.tensor import TensorAxis
 from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
 
-CONTEXT_AXES = {"allgather": "context.ContextAxis", "ring": "ring.RingAxis", "pairs": "context_pairs.PairedContextAxis"}
+CONTEXT_AXES = {"allgather": ContextAxis, "ring": RingAxis, "pairs": PairedContextAxis}
 """What makes the context axis, by `parallel.context_method`; of pairs there is one method."""
 
 
@@ -69,28 +77,22 @@ class Strategy:
     """A network on this rank, as the training loop holds it: `place` it once, then compute with it."""
 
     def __init__(self, strategy: str, config: Config, mesh: Mesh) -> None:
-        module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
+        module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use: torch's FSDP takes a moment
         self.config, self.mesh = config, mesh
         self.records_micro_steps = config.parallel.cuda_graph and strategy == "single"
         self.keeps_casts = keeps_casts(config, strategy, mesh.data_size)
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
-        self.tensor_axis = self.context_axis = self.pipeline_axis = self.expert_axis = None
-        if mesh.sizes["pipeline"] > 1:
-            self.pipeline_axis = importlib.import_module("pretrain.parallel.pipeline").PipelineAxis(config, mesh)
-        if mesh.sizes["tensor"] > 1:
-            self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
-        if mesh.sizes["context"] > 1:
-            method = "pairs" if config.model.encoder.layers else config.parallel.context_method
-            module, kind = CONTEXT_AXES[method].split(".")
-            self.context_axis = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(mesh)
-        if mesh.sizes["expert"] > 1:
-            self.expert_axis = importlib.import_module("pretrain.parallel.expert").ExpertAxis(mesh)
+        sizes, method = mesh.sizes, "pairs" if config.model.encoder.layers else config.parallel.context_method
+        self.pipeline_axis = PipelineAxis(config, mesh) if sizes["pipeline"] > 1 else None
+        self.tensor_axis = TensorAxis(mesh) if sizes["tensor"] > 1 else None
+        self.context_axis = CONTEXT_AXES[method](mesh) if sizes["context"] > 1 else None
+        self.expert_axis = ExpertAxis(mesh) if sizes["expert"] > 1 else None
 
     def place(self, network: nn.Module, backend: str | Callable = "inductor") -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights. `backend`: see `prepare_blocks`."""
         set_master_format(network, DTYPES[self.config.precision.master])
         if self.config.precision.fp8 != "none":
-            importlib.import_module("pretrain.parallel.fp8").set_fp8(network, self.config.precision, self.mesh.sizes["tensor"])
+            set_fp8(network, self.config.precision, self.mesh.sizes["tensor"])
         if self.pipeline_axis is not None:
             self.pipeline_axis.keep(network, layer_costs(network, self.config))
         if self.tensor_axis is not None:
@@ -105,8 +107,6 @@ class Strategy:
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
         self.copies = WeightCopies(network, DTYPES[self.config.precision.compute]) if self.keeps_casts else None
         if self.records_micro_steps:
-            from pretrain.parallel.cuda_graph import RecordedMicroStep
-
             self._compute = RecordedMicroStep(self._compute, network, self.mesh.device)
 
     def parts(self) -> list[nn.Module]:

@@ -17,9 +17,9 @@ from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models.layers import Linear
 from pretrain.optim.eight_bits import LARGEST_RATIO
 from pretrain.parallel.ddp import keeps_buckets
+from pretrain.parallel.fp8 import projections, set_fp8, takes_scales_of_rows
 
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
@@ -73,23 +73,15 @@ def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[
         raise ConfigError(
             f"precision.fp8={precision.fp8}: {torch.cuda.get_device_name(device)} has no such products; set it to none"
         )
-    from pretrain.parallel.fp8 import projections, set_fp8, takes_scales_of_rows
-
     if precision.fp8 == "rowwise" and device.type == "cpu" and not takes_scales_of_rows():
         raise ConfigError(
             f"precision.fp8=rowwise: torch {torch.__version__} has no such products on a CPU; install torch 2.13, or set it to tensorwise"
         )
     set_fp8(network, precision, config.parallel.tensor)
     chosen = projections(network, precision.fp8_modules)
-    inner = sum(
-        isinstance(module, Linear)
-        for unit in network.units()
-        if unit.role == "block"
-        for m in unit.modules
-        for module in m.modules()
-    )
+    inner = projections(network, ["*"])
     slow = ", slower than bf16 on a CPU" if device.type == "cpu" else ""
-    return [f"products of {len(chosen)} of the {inner} projections of blocks are in fp8, {precision.fp8}{slow}"]
+    return [f"products of {len(chosen)} of the {len(inner)} projections of blocks are in fp8, {precision.fp8}{slow}"]
 
 
 def check_gradients(config: Config, strategy: str, ranks: int) -> None:

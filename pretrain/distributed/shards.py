@@ -25,3 +25,13 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
 def own_part(count: int, rank: int, size: int) -> slice:
     """A rank's stretch of `count` things, which all ranks share equally."""
     return slice(rank * count // size, (rank + 1) * count // size)
+
+
+def stretch_length(length: int, ranks: int) -> int:
+    """The positions of a stretch. Context-parallel ranks cut a sequence into 2 x ranks of them; its last ones may be filled up."""
+    return -(-length // (2 * ranks))
+
+
+def own_stretches(rank: int, ranks: int) -> tuple[int, int]:
+    """The numbers of a rank's two stretches, as far from the beginning as from the end: together they are equal work on every rank."""
+    return rank, 2 * ranks - 1 - rank

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import own_stretches, stretch_length
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
@@ -97,7 +98,7 @@ class ContextAxis:
 
     def rows(self, length: int) -> int:
         """How many positions of a sequence of a length a rank has."""
-        return 2 * -(-length // (2 * self.size))
+        return 2 * stretch_length(length, self.size)
 
     def gather(self, x_BRX: Tensor, length: int = 0) -> Tensor:
         """All positions [B, T, X], in order; T is that of the targets unless given. In backward each rank gets the sum of its positions' gradients."""
@@ -111,8 +112,8 @@ class ContextAxis:
 
     def stretches(self, length: int) -> list[tuple[int, int]]:
         """This rank's two stretches: where each begins, and where it ends (excluded)."""
-        count = self.rows(length) // 2
-        return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
+        count = stretch_length(length, self.size)
+        return [(i * count, (i + 1) * count) for i in own_stretches(self.rank, self.size)]
 
     def real(self, number: int, length: int = 0) -> int:
         """How many positions of this rank's first or second stretch are real. `length`: of the sequences, by default that of the targets."""

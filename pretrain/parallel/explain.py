@@ -9,7 +9,7 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
-from pretrain.distributed.shards import own_part
+from pretrain.distributed.shards import own_part, own_stretches, stretch_length
 from pretrain.models import build_network
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, Layout, state_bytes
@@ -97,8 +97,8 @@ def _positions(length: int, place: dict[str, int], sizes: dict[str, int]) -> str
     """The stretches of a sequence of which a rank has the hidden states, see parallel/context.py."""
     if sizes["context"] == 1:
         return _span(0, length)
-    count, last = -(-length // (2 * sizes["context"])), 2 * sizes["context"] - 1
-    starts = (place["context"] * count, (last - place["context"]) * count)
+    count = stretch_length(length, sizes["context"])
+    starts = [i * count for i in own_stretches(place["context"], sizes["context"])]
     return ", ".join(_span(start, min(length, start + count)) for start in starts if start < length)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.distributed.shards import own_stretches
 from pretrain.models.attention import largest_score
 from pretrain.models.dropout import WeightMask
 from pretrain.parallel.context import ContextAxis, OwnQueries
@@ -76,14 +77,10 @@ class RingAxis(ContextAxis):
             numbers_BT = torch.cat((numbers_BT, numbers_BT[:, -1:].expand(-1, self.size * rows - length)), dim=1)
         return RingMask(numbers_BT, window if window < length else 0, rows // 2)
 
-    def owned(self, rank: int) -> tuple[int, int]:
-        """The numbers of a rank's stretches."""
-        return rank, 2 * self.size - 1 - rank
-
     def parts(self, owner: int, mask: RingMask) -> Iterator[tuple[int, int, bool, tuple[int, int]]]:
         """The pairs of stretches that a rank computes with these keys: the place of queries and of keys, 0 or 1; whether they are the same; numbers."""
-        for i, query in enumerate(self.owned(self.rank)):
-            for j, key in enumerate(self.owned(owner)):
+        for i, query in enumerate(own_stretches(self.rank, self.size)):
+            for j, key in enumerate(own_stretches(owner, self.size)):
                 if not mask.is_empty(query, key):
                     yield i, j, query == key, (query, key)
 
@@ -116,7 +113,8 @@ class RingQueries(OwnQueries):
         """See `models/attention.py`. For a look at one step, all keys are gathered."""
         context, found = self.context, []
         stretches_BKG = context.gather_heads(k_BKRG, 2 * context.size * mask.count).split(mask.count, dim=2)
-        for number, (queries_BHQG, query) in enumerate(zip(q_BHRG.chunk(2, dim=2), context.owned(context.rank))):
+        own = own_stretches(context.rank, context.size)
+        for number, (queries_BHQG, query) in enumerate(zip(q_BHRG.chunk(2, dim=2), own)):
             queries_BHQG = queries_BHQG[:, :, : context.real(number)]
             for key, keys_BKSG in enumerate(stretches_BKG[: query + 1]):
                 if not mask.is_empty(query, key):

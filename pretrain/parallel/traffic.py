@@ -23,6 +23,7 @@ from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES, coordinates_of
+from pretrain.distributed.shards import stretch_length
 from pretrain.models import build_network
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
@@ -228,7 +229,7 @@ def _shifts(network: nn.Module) -> int:
 
 def _chunks_of_logits(config: Config, layout: Layout) -> int:
     length, context = _target_length(config), layout.context
-    rows = length if context == 1 else 2 * -(-length // (2 * context))
+    rows = length if context == 1 else 2 * stretch_length(length, context)
     tokens = config.batch.micro_sequences * rows * (1 + config.model.predict_ahead)
     largest = -(-config.model.vocab_size // layout.tensor)
     options = LossOptions.of(config.loss)

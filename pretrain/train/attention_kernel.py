@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from pretrain.config.schema import Config
+from pretrain.distributed.shards import stretch_length
 from pretrain.errors import ConfigError
 from pretrain.models.attention_ways import SHORT, ask_for_kernel, repeats_groups, way_of
 from pretrain.models.causal_blocks_fp32 import LONGEST, NARROW, SHORTEST
@@ -141,7 +142,7 @@ def _has_products(config: Config) -> bool:
     has_any = config.data.pairs is not None or config.model.encoder.layers > 0  # their lengths differ
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
     if config.parallel.context > 1:  # each rank has two stretches of a sequence, with masks
-        stretch = -(-min(lengths) // (2 * config.parallel.context))
+        stretch = stretch_length(min(lengths), config.parallel.context)
         return config.precision.compute == "bf16" and config.parallel.context_method != "ring" and stretch <= SHORT
     is_masked = _is_always_masked(config, min(lengths))
     if config.precision.compute == "bf16":
@@ -214,7 +215,7 @@ def _in_layers(config: Config, device: torch.device) -> str:
     has_own_masks = config.model.positions == "relative" or config.model.encoder.layers > 0 or config.parallel.context > 1
     masked, length = has_own_masks or needs_masks(config), config.data.sequence_length
     if config.parallel.context > 1:  # each stretch of queries meets the keys up to its end
-        stretch = -(-length // (2 * config.parallel.context))
+        stretch = stretch_length(length, config.parallel.context)
         few, many = (_computed_by(config, device, True, stretch, keys) for keys in (stretch, length))
         return many if few == many else f"{many}, and {few} where keys are few"
     if not masked or has_own_masks or _are_all_masked(config):

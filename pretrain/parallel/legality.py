@@ -11,6 +11,7 @@ import torch
 
 from pretrain.config.foreign import value_advice
 from pretrain.config.model_schema import Model
+from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.errors import ConfigError
@@ -20,8 +21,12 @@ from pretrain.parallel.pipeline_order import DEFERRING, stages_of
 
 def axes_of_a_sample(config: Config) -> str:
     """The axes over which ranks share samples, as `key=size`. Empty if ranks share none."""
-    sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor", "pipeline")}
-    return ", ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return ", ".join(_split_over(config.parallel, "context", "tensor", "pipeline"))
+
+
+def _split_over(parallel: Parallel, *axes: str) -> list[str]:
+    """Those of the axes that have several ranks, each as `key=size`."""
+    return [f"parallel.{axis}={size}" for axis in axes if (size := getattr(parallel, axis)) > 1]
 
 
 def check_options(config: Config) -> None:
@@ -34,11 +39,7 @@ def check_options(config: Config) -> None:
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
         )
     compiled = config.parallel.compile != "none"
-    cut_up = [
-        f"parallel.{axis}={getattr(config.parallel, axis)}"
-        for axis in ("tensor", "expert")
-        if getattr(config.parallel, axis) > 1
-    ]
+    cut_up = _split_over(config.parallel, "tensor", "expert")
     if config.parallel.activation_checkpointing == "selective" and config.parallel.compile == "blocks" and cut_up:
         raise ConfigError(
             f"parallel.activation_checkpointing=selective does not reach into what parallel.compile=blocks compiles with {' and '.join(cut_up)}; use "
@@ -179,19 +180,15 @@ def _check_deferring(config: Config) -> None:
 
 def check_micro_batches(config: Config, data_size: int) -> None:
     """Raise ConfigError for steps that have too few micro-batches for the pipeline, or a number that its schedule cannot take."""
-    ranks, schedule, unit = (
-        config.parallel.pipeline,
-        config.parallel.pipeline_schedule,
-        config.batch.micro_sequences * data_size,
-    )
+    ranks, schedule = config.parallel.pipeline, config.parallel.pipeline_schedule
+    unit, least = config.batch.micro_sequences * data_size, 2 * ranks if schedule == "dualpipev" else ranks
+
+    def takes(count: int) -> bool:
+        return count >= least and not (schedule == "interleaved" and count % (count // ranks))
+
     named = {f"batch.ramp.{i}.sequences": stage.sequences for i, stage in enumerate(config.batch.ramp)}
-    least = 2 * ranks if schedule == "dualpipev" else ranks
     for name, sequences in (named | {"batch.sequences": config.batch.sequences}).items():
         count = sequences // unit
-
-        def takes(count: int) -> bool:
-            return count >= least and not (schedule == "interleaved" and count % (count // ranks))
-
         if not takes(count):
             near = next(n for n in range(count, count + least + 1) if takes(n))
             needing = "stages" if least == stages_of(config.parallel) else "ranks"
@@ -228,9 +225,12 @@ def check_expert_groups(config: Config, shard: int) -> None:
 
 
 def _nearest_divisors(count: int, number: int) -> str:
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    near = [max(n for n in divisors if n < number), *[n for n in divisors if n > number][:1]]
-    return " or ".join(map(str, near))
+    return _nearest([n for n in range(1, count + 1) if count % n == 0], number)
+
+
+def _nearest(legal: list[int], number: int) -> str:
+    """The next lower and the next higher one of these rising numbers, which begin with 1."""
+    return " or ".join(map(str, [max(n for n in legal if n < number), *[n for n in legal if n > number][:1]]))
 
 
 def check_kept_parts(config: Config, shard: int) -> None:
@@ -239,10 +239,7 @@ def check_kept_parts(config: Config, shard: int) -> None:
     number, ranks = parallel.reshard_after_forward, shard * parallel.context
     if not isinstance(number, int):
         return
-    others = [
-        f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "expert") if getattr(parallel, axis) > 1
-    ]
-    if others:
+    if others := _split_over(parallel, "tensor", "pipeline", "expert"):
         raise ConfigError(
             f"parallel.reshard_after_forward={number} does not work with {' and '.join(others)}; use always, never or last_block_kept"
         )
@@ -260,8 +257,7 @@ def check_tensor(model: Model, ranks: int) -> None:
         return
     if problem := _not_shared(model, ranks):
         legal = [n for n in range(1, 2 * ranks + 1) if _not_shared(model, n) is None]
-        near = [max(n for n in legal if n < ranks), *[n for n in legal if n > ranks][:1]]
-        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {' or '.join(map(str, near))}, or change that key")
+        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {_nearest(legal, ranks)}, or change that key")
 
 
 def _tables(model: Model) -> dict[str, int]:

@@ -12,8 +12,6 @@ parameter on each of their ranks. Their gradients are added after the last micro
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +33,7 @@ from pretrain.parallel.pipeline_order import (
     cut,
     order,
     places,
+    share_layers,
     stage_ranks,
     stages_of,
 )
@@ -61,13 +60,8 @@ class PipelineAxis:
 
     def keep(self, network: nn.Module, costs: list[float]) -> None:
         """Leave this rank's stages of a network that is on the meta device. `costs`: of each layer."""
-        spans = cut(costs, self.stages)
-        self.spans = dict(enumerate(spans))
-        by_rank = [[span for span, holder in zip(spans, self.rank_of) if holder == rank] for rank in range(self.ranks)]
-        self.holders: dict[str, list[int]] = {}
-        for rank, own in enumerate(by_rank):
-            for name, _ in copy.deepcopy(network).keep(own).named_parameters():
-                self.holders.setdefault(name, []).append(rank)
+        self.spans = cut(costs, self.stages)
+        by_rank, self.holders = share_layers(network, self.spans, self.rank_of)
         self.network = network.keep(by_rank[self.rank])
         if self.weights is not None:
             self.weights.split(self.network)
@@ -110,9 +104,9 @@ class PipelineAxis:
                 continue
             if number not in taken:
                 taken[number] = inputs(number)
-            following = itertools.islice((later for later in own[place + 1 :] if later.kind != WEIGHT), 1)
+            following = next((later for later in own[place + 1 :] if later.kind != WEIGHT), action)
             # What follows on the same micro-batch needs what this action sends. Asked for before, NCCL would wait for it to connect.
-            mail.expect([action, *(later for later in following if later.micro_batch != number)], taken, inputs, waiting)
+            mail.expect([action] if following.micro_batch == number else [action, following], taken, inputs, waiting)
             if kind == FORWARD:
                 waiting[stage, number] = passed = self._forward(call, stage, taken[number], mail.take(action))
                 if isinstance(passed.returned, Losses):

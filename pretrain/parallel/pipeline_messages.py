@@ -21,7 +21,7 @@ class Stages(Protocol):
     rank: int
     stages: int
     rank_of: list[int]
-    spans: dict[int, range]
+    spans: list[range]
     groups: dict[tuple[str, bool], dist.ProcessGroup]
     network: nn.Module
     waited: float

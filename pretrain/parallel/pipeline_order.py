@@ -11,9 +11,12 @@ Nothing here communicates: it is all known before anything is allocated.
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import SimpleNamespace
 from typing import NamedTuple
+
+from torch import nn
 
 from pretrain.config.parallel_schema import Parallel
 
@@ -43,6 +46,18 @@ def stage_ranks(schedule: str, ranks: int, stages: int) -> list[int]:
     if schedule in _V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
+
+
+def share_layers(network: nn.Module, spans: list[range], rank_of: list[int]) -> tuple[list[list[range]], dict[str, list[int]]]:
+    """The layers of each rank, from the layers and the rank of each stage. And by name of a whole network's parameters, the ranks that hold each:
+    several where stages share a table.
+    """
+    by_rank = [[span for span, holder in zip(spans, rank_of) if holder == rank] for rank in sorted(set(rank_of))]
+    holders: dict[str, list[int]] = {}
+    for rank, own in enumerate(by_rank):
+        for name, _ in copy.deepcopy(network).keep(own).named_parameters():
+            holders.setdefault(name, []).append(rank)
+    return by_rank, holders
 
 
 def loss_rank(parallel: Parallel) -> int:

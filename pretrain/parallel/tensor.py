@@ -52,7 +52,8 @@ from pretrain.parallel.tensor_modules import (
     like_whole,
 )
 
-_SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
+SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
+"""What stands between a `gather` and a `scatter`."""
 
 
 class TensorAxis:
@@ -80,7 +81,7 @@ class TensorAxis:
             positions = sources if module in encoder else targets
             if module not in biases:
                 self._split_module(module, positions)
-            if isinstance(module, _SUBLAYERS) and module not in inner:
+            if isinstance(module, SUBLAYERS) and module not in inner:
                 extend(module, Sublayer, positions=positions)
             if isinstance(module, CrossAttention):
                 extend(module, CrossSublayer, sources=sources)

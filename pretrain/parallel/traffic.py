@@ -13,7 +13,6 @@ Clipping and the optimizer are not in it. `equivalence/counting.py` counts what 
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
 from pretrain.models.experts import MixtureOfExperts, Router
 from pretrain.models.families import family_of
-from pretrain.models.layers import Embedding, Mlp
+from pretrain.models.layers import Embedding
 from pretrain.models.loss import LossOptions
 from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
@@ -37,8 +36,19 @@ from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.ddp import keeps_buckets
 from pretrain.parallel.fsdp_gathers import keeps_weights, resharding
 from pretrain.parallel.layout import Layout
-from pretrain.parallel.pipeline_order import DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
+from pretrain.parallel.pipeline_order import (
+    DEFERRING,
+    FORWARD,
+    WEIGHT,
+    Action,
+    cut,
+    order,
+    share_layers,
+    stage_ranks,
+    stages_of,
+)
 from pretrain.parallel.strategy import layer_costs
+from pretrain.parallel.tensor import SUBLAYERS
 
 GATHER, SCATTER, REDUCE, EXCHANGE, SEND, RECEIVE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"
 KINDS = (GATHER, SCATTER, REDUCE, EXCHANGE, SEND, RECEIVE)
@@ -194,8 +204,7 @@ def _add_pairs(traffic: Traffic, forward: str, count: int) -> None:
 def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: Layout) -> None:
     modules = list(network.modules())
     inner = {module.shared for module in modules if isinstance(module, MixtureOfExperts)}
-    kinds = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
-    sublayers = sum(isinstance(module, kinds) and module not in inner for module in modules)
+    sublayers = sum(isinstance(module, SUBLAYERS) and module not in inner for module in modules)
     memories = sum(isinstance(module, CrossAttention) for module in modules)  # each gathers the encoder's output
     _add_pairs(traffic, GATHER, sublayers + memories + _shifts(network))
     _add_pairs(traffic, SCATTER, sublayers + _look_ups(network, config))
@@ -277,14 +286,9 @@ class PipelinePart:
         parallel, ranks = config.parallel, layout.pipeline
         spans = cut(layer_costs(network, config), stages_of(parallel))
         rank_of = stage_ranks(parallel.pipeline_schedule, ranks, len(spans))
-        by_rank = [[span for span, holder in zip(spans, rank_of) if holder == first] for first in range(ranks)]
-        parts = [copy.deepcopy(network).keep(own) for own in by_rank]
-        holders: dict[str, list[int]] = {}
-        for number, part in enumerate(parts):
-            for name, _ in part.named_parameters():
-                holders.setdefault(name, []).append(number)
+        by_rank, holders = share_layers(network, spans, rank_of)
         actions = order(parallel.pipeline_schedule, ranks, len(spans), layout.micro_steps)[rank]
-        return cls(parts[rank], rank, spans, rank_of, actions, holders)
+        return cls(network.keep(by_rank[rank]), rank, spans, rank_of, actions, holders)
 
 
 def _add_messages(traffic: Traffic, stages: PipelinePart, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What the axes that split activations have in common: collectives with gradients, and extension of modules."""
+"""What the axes have in common: collectives, most of them with gradients, and extension of modules."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ def scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks. Each rank goes on with it in its own way, so its gradient is a sum over ranks too."""
     return _Total.apply(x, group)
+
+
+def add_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None) -> None:
+    """Give each tensor its sum over ranks, all in one message. It is formed in `dtype`, by default in the widest of theirs."""
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    together = together.to(dtype or together.dtype)
+    dist.all_reduce(together, group=group)
+    for tensor, summed in zip(tensors, together.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(summed.view_as(tensor))
 
 
 def _gather(x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -27,6 +26,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
 from pretrain.models.output_head import OutputHead
 from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.collectives import add_in_place
 from pretrain.parallel.fsdp_gathers import gather_ahead, groups_of, keeps_weights, lend, resharding, wait_for_gather
 from pretrain.parallel.pipeline_order import DEFERRING
 
@@ -60,7 +60,7 @@ class FullyShard:
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
         fill(network)
         if self.gradients not in (None, DTYPES[self.config.precision.master]):
-            for group in (group for module in _units(network) for group in groups_of(module)):
+            for group in _groups(network):
                 _store_gradients_in(self.gradients, group)
         return network
 
@@ -139,13 +139,13 @@ class FullyShard:
 
     def _keep_gradients(self) -> None:
         """Add gradients that FSDP2 did not see come to those of earlier micro-steps, in the format that they are reduced in."""
-        for parameter in (p for module in _units(self.root) for group in groups_of(module) for p in group.fsdp_params):
+        for parameter in (parameter for group in _groups(self.root) for parameter in group.fsdp_params):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
     def partial_gradients(self) -> Iterator[torch.Tensor]:
         """What is kept of gradients for the last micro-step of a step: whole sums, or shards that replicas have still to add."""
-        for group in (group for module in _units(self.root) for group in groups_of(module)):
+        for group in _groups(self.root):
             if group._partial_reduce_output is not None:
                 yield group._partial_reduce_output
             kept = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
@@ -161,16 +161,16 @@ class FullyShard:
             self._reduce()
         self.release()  # nothing is left to free, unless a gather was ahead of a pass that did not come
         gradients = [parameter.grad for parameter in self.vectors if parameter.grad is not None]
-        if not gradients or self.alone:
-            return
-        together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.reduce_dtype)
-        dist.all_reduce(together, group=self.group)
-        for gradient, part in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        if gradients and not self.alone:
+            add_in_place(gradients, self.group, self.reduce_dtype)
 
 
 def _units(root: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def _groups(root: nn.Module) -> Iterator[Any]:
+    return (group for module in _units(root) for group in groups_of(module))
 
 
 def _store_gradients_in(dtype: torch.dtype, group: Any) -> None:

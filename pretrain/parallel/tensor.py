@@ -36,7 +36,7 @@ from pretrain.models.layers import Embedding, Linear, Mlp
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
-from pretrain.parallel.collectives import extend, gather
+from pretrain.parallel.collectives import add_in_place, extend, gather
 from pretrain.parallel.tensor_modules import (
     AllTokens,
     CrossSublayer,
@@ -93,11 +93,7 @@ class TensorAxis:
         parts = [local(gradient) for gradient in whole]
         # With parallel.offload, matrices are on the host.
         for device in sorted({part.device for part in parts}, key=str):
-            here = [part for part in parts if part.device == device]
-            together = torch.cat([gradient.flatten() for gradient in here])
-            dist.all_reduce(together, group=self.group)
-            for gradient, summed in zip(here, together.split([gradient.numel() for gradient in here])):
-                gradient.copy_(summed.view_as(gradient))
+            add_in_place([part for part in parts if part.device == device], self.group)
 
     def _split_module(self, module: nn.Module, positions: Positions) -> None:
         match module:

@@ -284,21 +284,30 @@ _one_operator.register_autograd(_gradients, setup_context=_save)
 
 
 def _stretches(ends_E: Tensor, rows: int) -> list[int]:
-    if ends_E.is_meta:  # where shapes are all there is, loads are even
-        ends = [rows * (i + 1) // len(ends_E) for i in range(len(ends_E))]
-    else:
-        ends = ends_E.tolist()
+    if ends_E.is_meta:
+        return even_loads(rows, len(ends_E))
+    ends = ends_E.tolist()
     return [end - begin for begin, end in zip([0, *ends], ends)]
+
+
+def even_loads(rows: int, count: int) -> list[int]:
+    """Rows dealt out evenly: what loads are taken to be on the meta device, where shapes are all there is."""
+    return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
 def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """Sum over a token's chosen experts of weight x output, [N, D]; always added up in the order of `chosen_NK`. N may be 0."""
     choices = chosen_NK.shape[1]
     experts_R, order_R = chosen_NK.flatten().sort(stable=True)
-    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    place_R = inverse_of(order_R)
     y_RD = experts(_GatherChoices.apply(x_ND, order_R, place_R, choices), experts_R)
     y_NKD = permute(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
     return (y_NKD * weights_NK.to(y_NKD.dtype)[..., None]).sum(1)
+
+
+def inverse_of(order_R: Tensor) -> Tensor:
+    """The permutation that undoes another one."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 
 def permute(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:

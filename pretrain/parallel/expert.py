@@ -29,7 +29,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.shards import own_part
 from pretrain.errors import ConfigError
 from pretrain.models.compiling import never_compiled
-from pretrain.models.experts import Experts, permute
+from pretrain.models.experts import Experts, even_loads, inverse_of, permute
 from pretrain.parallel.collectives import extend
 
 
@@ -126,7 +126,7 @@ class OwnExperts:
         arrived_R = torch.arange(own.start, own.stop, device=x_RD.device).repeat(len(got_NE))
         arrived_R = arrived_R.repeat_interleave(got_NE.flatten(), output_size=sum(got))
         here_R, order_R = arrived_R.sort(stable=True)
-        place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        place_R = inverse_of(order_R)
         y_RD = super().forward(permute(_Exchange.apply(x_RD, sent, got, group), order_R, place_R), here_R)
         return _Exchange.apply(permute(y_RD, place_R, order_R), got, sent, group)
 
@@ -142,10 +142,8 @@ def _exchanged_counts(experts_R: Tensor, count: int, ranks: int, group: dist.Pro
 
 def _exchanged_rows(sent_NE: Tensor, got_NE: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """How many rows this rank sends to each rank, and gets from it; brought to the host, as the sizes of what is exchanged."""
-    if sent_NE.is_meta:  # where shapes are all there is, loads are even
-        ends = [rows * (i + 1) // len(sent_NE) for i in range(len(sent_NE))]
-        even = [end - begin for begin, end in zip([0, *ends], ends)]
-        return even, even
+    if sent_NE.is_meta:
+        return even_loads(rows, len(sent_NE)), even_loads(rows, len(sent_NE))
     return tuple(torch.stack((sent_NE, got_NE)).sum(-1).tolist())
 
 

@@ -35,7 +35,7 @@ from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Unit
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables, rotary_tables
-from pretrain.models.shape import LayerSpec, layer_specs
+from pretrain.models.shape import LayerSpec, head_widths, layer_specs
 
 Inputs = dict[int, tuple[Tables | None, Mask | None]]
 """What layers get, by their window: rotary tables and mask."""
@@ -304,9 +304,8 @@ class Decoder(nn.Module):
         )
 
     def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
-        latent = self.config.latent
-        widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * self.config.head_dim
-        return 6 * self.config.heads * widths * min(sequence_length, spec.window or sequence_length)
+        seen = min(sequence_length, spec.window or sequence_length)
+        return 6 * self.config.heads * sum(head_widths(self.config)) * seen
 
     def flops_by_layer(self, sequence_length: int) -> list[int]:
         """`flops_per_token` by layer. The last one has those of the output head and of predicting further tokens, too."""

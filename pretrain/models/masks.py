@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
+from pretrain.models.shape import head_widths
 
 Mask = Tensor | BlockMask
 """True where a row attends, or what is added to the scores, [B or 1, H or 1, T, S]; or blocks of FlexAttention."""
@@ -50,9 +51,10 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
 
 def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
     """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
+    narrowest = min(head_widths(model))
     if model.attention_backend == "auto":
         drops = training and model.attention_dropout
-        flex = device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD and not drops
+        flex = device.type == "cuda" and narrowest >= FLEX_NARROWEST_HEAD and not drops
         return "flex" if flex else "sdpa"
     if training:
         check_flex_with_dropout(model)
@@ -61,9 +63,9 @@ def attention_backend(model: Model, device: torch.device, training: bool) -> Bac
             f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
             "use sdpa or auto"
         )
-    if model.attention_backend == "flex" and device.type == "cuda" and narrowest_head(model) < FLEX_NARROWEST_HEAD:
+    if model.attention_backend == "flex" and device.type == "cuda" and narrowest < FLEX_NARROWEST_HEAD:
         raise ConfigError(
-            f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {narrowest_head(model)}; "
+            f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {narrowest}; "
             "raise it, or use sdpa or auto"
         )
     return model.attention_backend
@@ -75,11 +77,6 @@ def check_flex_with_dropout(model: Model) -> None:
         raise ConfigError(
             f"model.attention_backend=flex drops no weights, as model.attention_dropout={model.attention_dropout:g} asks; use sdpa or auto"
         )
-
-
-def narrowest_head(model: Model) -> int:
-    """The smaller width of a head's keys and values."""
-    return min(model.head_dim, model.latent.value_dim) if model.latent.kv_rank else model.head_dim
 
 
 def attention_mask(

@@ -88,11 +88,6 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     return model
 
 
-def resolved_switches(model: Model) -> dict[str, Any]:
-    """The values of a complete section by their paths in a configuration, for `check_effects`."""
-    return {f"model.{name}": value for name, value in flat(model).items()}
-
-
 def _sizes(model: Model, sequence_length: int | None) -> Model:
     if model.latent.kv_rank and model.head_dim is None:
         model = dataclasses.replace(model, head_dim=(model.latent.plain_dim or 0) + (model.latent.rope_dim or 0) or None)
@@ -275,9 +270,15 @@ def _check_experts(model: Model) -> None:
         )
 
 
+def head_widths(model: Model) -> tuple[int, int]:
+    """The widths of a head's keys, which are those of its queries, and of its values."""
+    latent = model.latent
+    return (latent.plain_dim + latent.rope_dim, latent.value_dim) if latent.kv_rank else (model.head_dim, model.head_dim)
+
+
 def query_scalar(model: Model) -> float:
     """What scores are divided by the square root of, unless it is set: the width of a query."""
-    return float(model.latent.plain_dim + model.latent.rope_dim if model.latent.kv_rank else model.head_dim)
+    return float(head_widths(model)[0])
 
 
 def start_token(model: Model, eod_id: int) -> int:

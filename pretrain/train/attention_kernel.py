@@ -14,7 +14,7 @@ from pretrain.models.attention_ways import SHORT, ask_for_kernel, repeats_groups
 from pretrain.models.causal_blocks_fp32 import LONGEST, NARROW, SHORTEST
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
-from pretrain.models.shape import has_windows
+from pretrain.models.shape import has_windows, head_widths
 from pretrain.train.resolve import needs_masks
 
 _SWITCHES = {
@@ -91,7 +91,7 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
 
 def _refusal_of_widths(config: Config, asked: str) -> str | None:
     """Likewise, for the widths of keys and values of a head (torch's sdp_utils.cpp)."""
-    key, value = _widths(config)
+    key, value = head_widths(config.model)
     unit = 4 if config.precision.compute == "fp32" else 8
     if asked in ("flash", *_OTHERS):
         if reason := _refusal_of_unequal_widths(config):
@@ -107,13 +107,8 @@ def _refusal_of_widths(config: Config, asked: str) -> str | None:
 
 def _refusal_of_unequal_widths(config: Config) -> str | None:
     """torch's flash kernels on GPUs and on CPUs know one width of a head."""
-    key, value = _widths(config)
+    key, value = head_widths(config.model)
     return f"needs keys and values of one width, and those of model.latent have {key} and {value}" if key != value else None
-
-
-def _widths(config: Config) -> tuple[int, int]:
-    latent = config.model.latent
-    return (latent.plain_dim + latent.rope_dim, latent.value_dim) if latent.kv_rank else (config.model.head_dim,) * 2
 
 
 def _widest_of_cudnn() -> int:
@@ -148,7 +143,7 @@ def _has_products(config: Config) -> bool:
     if config.precision.compute == "bf16":
         return not is_masked or has_any or min(lengths) <= SHORT
     fits = has_any or any(SHORTEST <= length <= LONGEST for length in lengths)
-    return fits and not is_masked and _widths(config)[0] > NARROW and config.run.threads in (None, 1)
+    return fits and not is_masked and head_widths(config.model)[0] > NARROW and config.run.threads in (None, 1)
 
 
 def _is_always_masked(config: Config, shortest: int) -> bool:
@@ -231,7 +226,7 @@ def _computed_by(config: Config, device: torch.device, has_mask: bool, rows: int
         return "FlexAttention"
     if device.type != "cpu":  # there no kernel is chosen by the length
         rows, length = min(rows, 1024), min(length, 1024)
-    key, value = _widths(config)
+    key, value = head_widths(config.model)
     dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
 
     def of(heads: int, length: int, width: int) -> torch.Tensor:

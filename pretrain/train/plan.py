@@ -23,7 +23,7 @@ from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
-from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
+from pretrain.models.shape import check_encoder, flat, with_values
 from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.cuda_graph import check_cuda_graph
@@ -181,7 +181,7 @@ def _check_lengths(config: Config) -> None:
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
-    resolved = resolved_switches(config.model) | {
+    resolved = flat(config.model, "model.") | {
         "parallel.strategy": layout.strategy,
         "precision.compute": config.precision.compute,
     }

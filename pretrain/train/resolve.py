@@ -17,7 +17,7 @@ from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.masks import check_flex_with_dropout
-from pretrain.models.shape import resolved_switches
+from pretrain.models.shape import flat
 from pretrain.optim.schedule import check, fit
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
@@ -35,7 +35,7 @@ def resolve(config: Config) -> Config:
     longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
     model = complete(config.model, longest)
     _check_task(config, model)
-    check_effects(config, resolved_switches(model), usual_values(config, model))
+    check_effects(config, flat(model, "model."), usual_values(config, model))
     family_of(model.family).check_training(model)
     written, config = config.schedule, tokens_as_steps(config)
     seed = config.run.seed if config.data.seed is None else config.data.seed

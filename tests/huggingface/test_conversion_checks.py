@@ -25,7 +25,7 @@ from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import open_model, read_checkpoint
 from pretrain.models import decoder, positions
 from pretrain.models.families import complete, families, family_of
-from pretrain.models.shape import flat, resolved_switches
+from pretrain.models.shape import flat
 
 MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=ExpertsConfig(count=4, active=2, ffn_dim=22, dense_layers=[0]))
 
@@ -317,7 +317,7 @@ def test_an_import_says_its_model_in_a_file_to_include(byte_tokenizer, tmp_path,
     imported = read_checkpoint(tmp_path / "imported")[0]
     assert complete(section) == imported
     check_effects(
-        Config(model=section), resolved_switches(imported), family_of(section.family).usual_switches(section, imported)
+        Config(model=section), flat(imported, "model."), family_of(section.family).usual_switches(section, imported)
     )
     assert "model.yaml" in json.loads((tmp_path / "imported" / "manifest.json").read_text())["files"]
     # As few keys as can be, so that a person can read it.

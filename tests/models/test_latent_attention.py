@@ -14,8 +14,8 @@ from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.attention import Cache, LatentAttention
 from pretrain.models.families import complete
-from pretrain.models.masks import narrowest_head
 from pretrain.models.positions import rotary_tables
+from pretrain.models.shape import head_widths
 from pretrain.parallel.initialise import initialise
 
 LATENT = Latent(kv_rank=10, query_rank=0, rope_dim=4, plain_dim=6, value_dim=14)
@@ -84,8 +84,8 @@ def test_flops_count_keys_and_values_by_their_own_widths():
 
 
 def test_the_narrower_of_key_and_value_decides_whether_flex_can_run():
-    assert narrowest_head(model()) == 10
-    assert narrowest_head(model(latent=Latent(kv_rank=8, rope_dim=8, plain_dim=16, value_dim=12))) == 12
+    assert min(head_widths(model())) == 10
+    assert min(head_widths(model(latent=Latent(kv_rank=8, rope_dim=8, plain_dim=16, value_dim=12)))) == 12
 
 
 @pytest.mark.parametrize(

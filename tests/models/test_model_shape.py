@@ -12,11 +12,11 @@ from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model, Norm
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of
-from pretrain.models.shape import layer_specs, resolved_switches, with_values
+from pretrain.models.shape import flat, layer_specs, with_values
 
 
 def check(given: Model, complete: Model) -> None:
-    check_effects(Config(model=given), resolved_switches(complete), family_of(given.family).usual_switches(given, complete))
+    check_effects(Config(model=given), flat(complete, "model."), family_of(given.family).usual_switches(given, complete))
 
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}

@@ -17,7 +17,7 @@ from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
 from pretrain.huggingface.directory import check_round_trip
 from pretrain.models.families import complete, family_of
-from pretrain.models.shape import resolved_switches
+from pretrain.models.shape import flat
 from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_what_a_family_says_by_itself_is_no_switch_without_effect_as_given_or_co
     small = Model(family=model.family, **sizes, experts=model.experts, latent=model.latent, head_dim=model.head_dim)
     for given, completed in ((model, model), (small, complete(small, 64))):
         usual = family_of(given.family).usual_switches(given, completed)
-        check_effects(Config(model=given), resolved_switches(completed), usual)
+        check_effects(Config(model=given), flat(completed, "model."), usual)
 
 
 @every_preset

@@ -58,8 +58,7 @@ class LossOptions:
     @classmethod
     def of(cls, loss: Loss | None, soft_cap: float = 0.0, logit_scale: float = 1.0) -> LossOptions:
         """What the configuration says, by default cross-entropy alone, of a model with this soft-cap (0: none) and scale."""
-        if loss is None:
-            return cls(soft_cap=soft_cap or None, logit_scale=logit_scale)
+        loss = loss or Loss()
         chunk_bytes = loss.chunk_mb and loss.chunk_mb * 10**6
         return cls(loss.z_loss, loss.label_smoothing, soft_cap or None, logit_scale, chunk_bytes)
 
@@ -114,7 +113,7 @@ def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor, options: LossOptions
     """Sum of the token losses of each sequence, [B], fp32 (fp64 from fp64). Targets equal to IGNORED add nothing.
 
     The logits are final: scale and soft-cap are in them already. This is the plain form, for models that bring logits of
-    their own, and the reference for `fused_losses` of output_head.py.
+    their own, and the reference for `fused_losses_and_entropy` of output_head.py.
     """
     logits_NV = logits_BTV.to(loss_dtype(logits_BTV)).flatten(0, 1)
     targets_N = targets_BT.flatten()

@@ -1,6 +1,6 @@
 """The output head: logits of final hidden states, or their loss, fused with the output projection.
 
-`fused_losses` never has more than a chunk of logits:
+`fused_losses_and_entropy` never has more than a chunk of logits:
 
     for a chunk of tokens       z, L, dL/dz  in buffers that all chunks share (loss_chunks.py)
                                 dL/dx[chunk]  = dL/dz @ W
@@ -25,13 +25,6 @@ from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, VocabularyS
 from pretrain.models.loss_chunks import compiled, logit_chunks, scale_in_place, times_in
 
 
-def fused_losses(
-    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
-) -> Tensor:
-    """The objective of `fused_losses_and_entropy`, [B]."""
-    return fused_losses_and_entropy(x_BTD, weight_VD, targets_BT, options, weights_B).objective_B
-
-
 @never_compiled
 def fused_losses_and_entropy(
     x_BTD: Tensor,
@@ -44,10 +37,10 @@ def fused_losses_and_entropy(
 ) -> Losses:
     """`sequence_losses_and_entropy` of the logits x @ weight.T, without ever having more than a chunk of them.
 
-    The products are of the format of `x_BTD`, to which `weight_VD` is cast, unless a `copy_VD` in it is at hand; the weight's gradient is of fp32. `weights_B` multiplies
-    each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream gradient common to all
-    tokens, which is the fast path. With a `shard` the losses are those of the whole vocabulary, equal on all ranks, and the gradient of x
-    is what the rows at hand add to it.
+    Products are made in the format of `x_BTD`. `weight_VD` is cast to it, unless `copy_VD`, a copy in that format, is given. The weight's gradient
+    is in fp32. `weights_B` multiplies each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream
+    gradient common to all tokens, which is the fast path. With a `shard` the losses are those of the whole vocabulary, equal on all ranks, and
+    the gradient of x is what the rows at hand add to it.
     """
     if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
         raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")

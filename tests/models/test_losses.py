@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.conventions import IGNORED
 from pretrain.models import loss_chunks, output_head
 from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, sequence_losses
-from pretrain.models.output_head import OutputHead, fused_losses
+from pretrain.models.output_head import OutputHead, fused_losses_and_entropy
 
 EVERYTHING = LossOptions(z_loss=1e-2, label_smoothing=0.1, soft_cap=5.0, logit_scale=0.7, chunk_bytes=1 << 12)
 
@@ -45,6 +45,10 @@ def problem(
     targets_BT = torch.randint(vocabulary, (batch, length), generator=generator)
     targets_BT[torch.rand(batch, length, generator=generator) < 0.2] = IGNORED
     return x_BTD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), targets_BT
+
+
+def fused_losses(*arguments) -> Tensor:
+    return fused_losses_and_entropy(*arguments).objective_B
 
 
 def reference(x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from pretrain.conventions import IGNORED
 from pretrain.models.loss import LossOptions, sequence_losses
-from pretrain.models.output_head import fused_losses
+from pretrain.models.output_head import fused_losses_and_entropy
 
 MEGABYTE = 1 << 20
 
@@ -49,7 +49,7 @@ def test_no_tensor_exceeds_the_budget_in_forward_or_backward(vocabulary, dtype, 
     options = LossOptions(z_loss=1e-4, label_smoothing=0.1, soft_cap=30.0, chunk_bytes=MEGABYTE)
     logits_bytes = targets.numel() * vocabulary * 4
     with Tensors(weight.shape) as seen:
-        losses = fused_losses(x, weight, targets, options)
+        losses = fused_losses_and_entropy(x, weight, targets, options).objective_B
         (losses.sum() if upstream == "common" else (losses * torch.arange(4.0)).sum()).backward()
     assert seen.largest <= MEGABYTE / 2 <= logits_bytes / 8
     with Tensors(weight.shape) as seen:
@@ -60,7 +60,7 @@ def test_no_tensor_exceeds_the_budget_in_forward_or_backward(vocabulary, dtype, 
 PEAK = """
 import re, sys, torch
 from pretrain.models.loss import LossOptions, sequence_losses
-from pretrain.models.output_head import fused_losses
+from pretrain.models.output_head import fused_losses_and_entropy
 torch.set_num_threads(1)
 kind, vocabulary, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
 x = torch.randn(2, 1024, 32).to(dtype).requires_grad_()
@@ -71,7 +71,7 @@ def run(vocabulary, tokens):
     targets = torch.zeros(2, tokens, dtype=torch.int64)
     before = peak()
     if kind == "fused":
-        losses = fused_losses(x[:, :tokens], weight, targets, LossOptions(chunk_bytes=8 << 20))
+        losses = fused_losses_and_entropy(x[:, :tokens], weight, targets, LossOptions(chunk_bytes=8 << 20)).objective_B
     else:
         losses = sequence_losses(x[:, :tokens] @ weight.T, targets)
     losses.sum().backward()

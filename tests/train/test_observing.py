@@ -260,7 +260,7 @@ def test_asking_for_the_cross_entropy_changes_no_bit_of_a_gradient(pool, config_
     import torch
 
     from pretrain.models.loss import LossOptions
-    from pretrain.models.output_head import fused_losses, fused_losses_and_entropy
+    from pretrain.models.output_head import OutputHead
 
     torch.manual_seed(0)
     x, weight = torch.randn(3, 20, 16), torch.randn(50, 16)
@@ -269,12 +269,13 @@ def test_asking_for_the_cross_entropy_changes_no_bit_of_a_gradient(pool, config_
     weights = torch.tensor([1.0, 0.5, 2.0])
     for options in (LossOptions(), LossOptions(z_loss=0.1, label_smoothing=0.2, soft_cap=5.0, chunk_bytes=4000)):
         found = []
-        for function in (fused_losses, lambda *arguments: fused_losses_and_entropy(*arguments).objective_B):
+        for asked in (False, True):
             leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-            (function(*leaves, targets, options, weights).sum() * 0.3).backward()
+            losses = OutputHead(16, 50, options, tied=True)(leaves[0], targets, leaves[1], weights, with_cross_entropy=asked)
+            ((losses.objective_B if asked else losses).sum() * 0.3).backward()
             found.append([leaf.grad for leaf in leaves])
         assert all(torch.equal(a, b) for a, b in zip(*found))
-        entropies = fused_losses_and_entropy(x, weight, targets, options, weights).cross_entropy_B
+        entropies = losses.cross_entropy_B
         logits = x.double() @ weight.double().T
         if options.soft_cap:
             logits = options.soft_cap * torch.tanh(logits / options.soft_cap)

@@ -203,14 +203,11 @@ class Decoder(nn.Module):
         device = tokens_BT.device
         start = cache.length if cache else 0
         stop = start + tokens_BT.shape[1]
-        numbers_BT = None
-        if documents_BT is not None:
-            if documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
-                raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
+        if documents_BT is not None and documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
+            raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
         if cache is not None:
             documents_BT = cache.label(documents_BT, tokens_BT.shape[1])
-        if documents_BT is not None:  # of all positions
-            numbers_BT = document_numbers(documents_BT)
+        numbers_BT = None if documents_BT is None else document_numbers(documents_BT)  # of all positions
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs = {}
         for window in {spec.window for spec in specs}:
@@ -254,10 +251,8 @@ class Decoder(nn.Module):
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A tied head has no weights, and is in no unit, nor is the norm before it."""
-        blocks, tied = (
-            [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])],
-            self.config.tie_embeddings,
-        )
+        blocks = [*self.layers.values(), *(self.multi_token.depths if self.multi_token else ())]
+        tied = self.config.tie_embeddings
         units = [Unit([block], "block") for block in blocks]
         if self.embedding is not None:
             units.insert(0, Unit([self.embedding], "first", lends_to=self.output if tied else None))
@@ -287,10 +282,8 @@ class Decoder(nn.Module):
     def _active(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         matrices = [(name, p.numel()) for name, p in parameters if p.dim() > 1 and not name.endswith("bias")]
         routed = sum(count for name, count in matrices if "experts." in name)
-        experts = self.config.experts
-        return sum(count for name, count in matrices if "experts." not in name) + (
-            routed and routed * experts.active // experts.count
-        )
+        others, experts = sum(count for name, count in matrices if "experts." not in name), self.config.experts
+        return others + routed * experts.active // max(1, experts.count)
 
     def _repeated_heads(self) -> int:
         # Every token predicted ahead goes through the one head again; a tied one is a table.
@@ -299,9 +292,8 @@ class Decoder(nn.Module):
     def attention_flops(self, sequence_length: int) -> int:
         """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
         specs = layer_specs(self.config)
-        return sum(
-            self._attention_flops(spec, sequence_length) for spec in [*specs, *specs[-1:] * (self.config.predict_ahead or 0)]
-        )
+        specs += specs[-1:] * (self.config.predict_ahead or 0)
+        return sum(self._attention_flops(spec, sequence_length) for spec in specs)
 
     def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
         seen = min(sequence_length, spec.window or sequence_length)

@@ -38,12 +38,10 @@ def prepare_blocks(network: nn.Module, config: Config, backend: str | Callable =
         compile_loss(network)
     recomputes, selective = options.activation_checkpointing != "none", options.activation_checkpointing == "selective"
     recompute = functools.partial(recompute_blocks, network, selective, options.checkpoint_every_block)
-    if (
-        selective and options.compile != "none"
-    ):  # torch warns of results that a block changes in place, for which every family is tested
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-            lambda record: "context_fn is passed" not in record.getMessage()
-        )
+    if selective and options.compile != "none":
+        # torch warns of results that a block changes in place, for which every family is tested.
+        torch_log = logging.getLogger("torch._higher_order_ops.wrap")
+        torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
     if recomputes:
         recompute(is_one_graph if options.compile == "blocks" else lambda unit: True)
     if options.compile == "blocks":

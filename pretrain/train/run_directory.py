@@ -71,7 +71,7 @@ class RunDirectory:
         self._device: int | None = None
         """The file system of `run.dir`, when the directory was claimed."""
         self._recorded: tuple[dict[str, Any], str, dict[str, Any]] | None = None
-        self._started, self._begun, self._spent_before = _now(), time.monotonic(), 0.0
+        self._started, self._begun, self._spent_before = utc_now(), time.monotonic(), 0.0
         self._status_lines = Tolerated(str(path / "status.json"))
         self._lock = RunLock(path, lock)
 
@@ -202,7 +202,7 @@ class RunDirectory:
             "reason": reason,
             "checkpoint": self.newest,
             "started": self._started,
-            "updated": _now(),
+            "updated": utc_now(),
             "device_seconds": round(self.device_seconds, 3),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -213,6 +213,6 @@ class RunDirectory:
             self._status_lines.close()
 
 
-def _now() -> str:
+def utc_now() -> str:
     """The time, UTC, as ISO 8601 says it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

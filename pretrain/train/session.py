@@ -36,7 +36,7 @@ from pretrain.train.attention_kernel import describe_attention, set_attention_ke
 from pretrain.train.extensions import NO_EXTENSIONS, Extensions
 from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan, check_without_data, make_plan
-from pretrain.train.run_directory import RunDirectory, directory_of
+from pretrain.train.run_directory import RunDirectory, directory_of, utc_now
 from pretrain.train.run_lock import SIGHT_SECONDS
 from pretrain.train.starting_point import StartingPoint, agreed_format, find_starting_point, found_format
 from pretrain.train.stop import StopRequest
@@ -269,7 +269,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
     start = {
         "step": trainer.progress.step,
         "samples": trainer.progress.samples,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": utc_now(),
         "world_size": ranks.world_size,
         "data_size": plan.layout.data_size,
         "folder": os.getcwd(),

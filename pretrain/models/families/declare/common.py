@@ -75,9 +75,8 @@ def activation(name: str, default: str) -> Field:
         return default if default in _ACTIVATIONS[ours] else _ACTIVATIONS[ours][0]
 
     def back(theirs: str, config: dict[str, Any]) -> str:
-        return next(
-            (ours for ours, names in _ACTIVATIONS.items() if theirs in names), theirs
-        )  # others are refused by their type
+        # Others are refused by their type.
+        return next((ours for ours, names in _ACTIVATIONS.items() if theirs in names), theirs)
 
     return Field("mlp.activation", name, default, to, back)
 
@@ -111,9 +110,8 @@ def power(ours: str, theirs: str, default: float, exponent: float) -> Field:
     """A factor that config.json writes as ours to the power of `exponent`: its inverse (-1), or the inverse of its root (-0.5)."""
 
     def back(value: Any, config: dict[str, Any]) -> Any:
-        return (
-            _base(value, exponent) if type(value) in (int, float) and value > 0 else value
-        )  # others are refused by type or range
+        # Others are refused by their type or range.
+        return _base(value, exponent) if type(value) in (int, float) and value > 0 else value
 
     return Field(ours, theirs, default, lambda value, model: _base(value, 1 / exponent), back)
 
@@ -150,9 +148,8 @@ def projections(*names: str) -> tuple[Any, Any]:
     def back(flag: Any, config: dict[str, Any]) -> Any:
         if flag is True:
             return list(names)
-        return (
-            [] if flag is False or flag is None else f"{shown(flag)} is no truth value"
-        )  # which is no list, and refused as such
+        # What is no truth value is no list here, and refused as such.
+        return [] if flag is False or flag is None else f"{shown(flag)} is no truth value"
 
     def to(bias: list[str], model: Model) -> bool:
         if sorted(bias) not in ([], sorted(names)):

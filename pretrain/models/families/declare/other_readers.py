@@ -17,17 +17,8 @@ Allowed = Callable[[Any, Model], bool]
 """Whether llama.cpp computes a value of a switch, in this model."""
 
 _SIZES = {
-    "dim",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn_dim",
-    "vocab_size",
-    "max_sequence_length",
-    "norm_eps",
-    "rope.theta",
-}
+    "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_sequence_length", "norm_eps", "rope.theta",
+}  # fmt: skip
 
 
 def anything(value: Any, model: Model) -> bool:
@@ -77,9 +68,8 @@ def llama_cpp_problem(family: Family, model: Model) -> str | None:
     if family.llama_cpp is None:
         return f"whether llama.cpp computes model.family={family.name} as we do has not been tried"
     values = flat(model)
-    if (
-        "attention.window" not in family.llama_cpp and model.attention.window >= model.max_sequence_length
-    ):  # which is none at all
+    if "attention.window" not in family.llama_cpp and model.attention.window >= model.max_sequence_length:
+        # That is no window at all.
         values |= {"attention.window": 0, "attention.window_pattern": [True]}
     kept = {name: value for name, value in values.items() if name in _SIZES or name in family.llama_cpp}
     usual = flat(family.complete(with_values(Model(family=family.name), kept)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pretrain.config.model_schema import ExpertsConfig, Model
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.activations import ACTIVATIONS, gate
 from pretrain.models.layers import Mlp, at_hand
@@ -32,58 +32,15 @@ class RouterReport(NamedTuple):
     """Positions sent to each expert, int64."""
 
 
-def report(
-    logits_BTE: Tensor,
-    scores_BTE: Tensor,
-    chosen_BTK: Tensor,
-    counted_BT: Tensor,
-    config: ExpertsConfig,
-    shares_E: Tensor | None = None,
-) -> RouterReport:
-    """Auxiliary losses and loads, over the counted positions, n of a sequence. The losses are those of a position, times n.
-
-    Balance: E x sum over experts of f_e x P_e. P_e is the mean score of expert e, where the scores of a position sum to one. f_e is the
-    share of positions sent to it. The f_e sum to K = `experts.active`, and so the loss is K where loads are even. It is equation 4 of
-    arXiv 2101.03961. Equation 17 of arXiv 2412.19437 and Megatron divide f_e by K, so their loss is K times smaller. f_e is counted
-
-    sequence       over the sequence itself (arXiv 2412.19437)
-    global_batch   over all sequences of the step before: `shares_E` (arXiv 2501.11873, but for being one step old)
-
-    In either case all layouts that do not cut sequences compute the same. z-loss: mean squared log-sum-exp of the logits (arXiv
-    2202.08906, equation 5).
-    """
-    sequences, experts = len(counted_BT), config.count
-    counted_BT1 = counted_BT[..., None]
-    places = chosen_BTK + experts * torch.arange(sequences, device=chosen_BTK.device)[:, None, None]
-    counts = torch.zeros(sequences * experts, dtype=torch.int64, device=chosen_BTK.device)
-    counts_BE = counts.index_add_(0, places.flatten(), counted_BT1.expand_as(places).flatten().long()).view(sequences, experts)
-    loss_B = torch.zeros(sequences, dtype=torch.float32, device=chosen_BTK.device)
-    if config.balance_loss:
-        normal_BTE = scores_BTE if config.scoring == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        summed_BE = (normal_BTE * counted_BT1).sum(1)
-        if config.balance_scope == "sequence":
-            pulled_B = (counts_BE * summed_BE).sum(1) / counted_BT.sum(1).clamp(min=1)
-        else:
-            shares_E = torch.full((experts,), config.active / experts) if shares_E is None else shares_E
-            pulled_B = summed_BE @ shares_E.to(summed_BE)
-        loss_B = loss_B + config.balance_loss * experts * pulled_B
-    if config.router_z_loss:
-        loss_B = loss_B + config.router_z_loss * (logits_BTE.logsumexp(-1).square() * counted_BT).sum(1)
-    return RouterReport(loss_B, counts_BE.sum(0))
-
-
 class Router(nn.Module):
     """Scores of all experts from one projection, computed in fp32; the best `experts.active` are chosen.
 
     `correction` is added to the scores for the choice alone and gets no gradient (arXiv 2408.15664): train/balancing.py moves it.
     `shares_E` is for `experts.balance_scope: global_batch`: how many of a position's choices went to each expert on average in the step
-    before; train/balancing.py sets it. None before the first step, and then even. `report` is the function above, unless parallel/ sets
-    another.
+    before; train/balancing.py sets it. None before the first step, and then even.
     """
 
     casts = ("weight",)
-    report: Callable[..., RouterReport] = staticmethod(report)
-
     shares_E: Tensor | None = None
 
     def __init__(self, config: Model) -> None:
@@ -109,7 +66,7 @@ class Router(nn.Module):
             weights_BTK = weights_BTK * config.scale
         if counted_BT is None:
             return chosen_BTK, weights_BTK, None
-        return chosen_BTK, weights_BTK, self.report(logits_BTE, scores_BTE, chosen_BTK, counted_BT, config, self.shares_E)
+        return chosen_BTK, weights_BTK, self.report(logits_BTE, scores_BTE, chosen_BTK, counted_BT)
 
     def _choose(self, scores_BTE: Tensor) -> Tensor:
         if self.correction is not None:
@@ -117,6 +74,38 @@ class Router(nn.Module):
         if self.config.groups > 1:
             scores_BTE = _best_groups(scores_BTE, self.config.groups, self.config.active_groups)
         return scores_BTE.topk(self.config.active, dim=-1).indices
+
+    def report(self, logits_BTE: Tensor, scores_BTE: Tensor, chosen_BTK: Tensor, counted_BT: Tensor) -> RouterReport:
+        """Auxiliary losses and loads, over the counted positions, n of a sequence. The losses are those of a position, times n.
+
+        Balance: E x sum over experts of f_e x P_e. P_e is the mean score of expert e, where the scores of a position sum to one. f_e is the
+        share of positions sent to it. The f_e sum to K = `experts.active`, and so the loss is K where loads are even. It is equation 4 of
+        arXiv 2101.03961. Equation 17 of arXiv 2412.19437 and Megatron divide f_e by K, so their loss is K times smaller. f_e is counted
+
+        sequence       over the sequence itself (arXiv 2412.19437)
+        global_batch   over all sequences of the step before: `shares_E` (arXiv 2501.11873, but for being one step old)
+
+        In either case all layouts that do not cut sequences compute the same. z-loss: mean squared log-sum-exp of the logits (arXiv
+        2202.08906, equation 5).
+        """
+        config, sequences, experts = self.config, len(counted_BT), self.config.count
+        counted_BT1 = counted_BT[..., None]
+        places = chosen_BTK + experts * torch.arange(sequences, device=chosen_BTK.device)[:, None, None]
+        counts, counted = places.new_zeros(sequences * experts), counted_BT1.expand_as(places).flatten().long()
+        counts_BE = counts.index_add_(0, places.flatten(), counted).view(sequences, experts)
+        loss_B = torch.zeros(sequences, dtype=torch.float32, device=chosen_BTK.device)
+        if config.balance_loss:
+            normal_BTE = scores_BTE if config.scoring == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            summed_BE = (normal_BTE * counted_BT1).sum(1)
+            if config.balance_scope == "sequence":
+                pulled_B = (counts_BE * summed_BE).sum(1) / counted_BT.sum(1).clamp(min=1)
+            else:
+                shares_E = torch.full((experts,), config.active / experts) if self.shares_E is None else self.shares_E
+                pulled_B = summed_BE @ shares_E.to(summed_BE)
+            loss_B = loss_B + config.balance_loss * experts * pulled_B
+        if config.router_z_loss:
+            loss_B = loss_B + config.router_z_loss * (logits_BTE.logsumexp(-1).square() * counted_BT).sum(1)
+        return RouterReport(loss_B, counts_BE.sum(0))
 
 
 def _best_groups(scores_BTE: Tensor, groups: int, active: int) -> Tensor:

@@ -220,8 +220,8 @@ class WholeReport:
 
     context: ContextAxis
 
-    def report(self, logits: Tensor, scores: Tensor, chosen: Tensor, counted: Tensor, *options: Any) -> RouterReport:
-        whole = super().report(*(self.context.gather(x) for x in (logits, scores, chosen, counted)), *options)
+    def report(self, *of_positions: Tensor) -> RouterReport:
+        whole = super().report(*(self.context.gather(x_BRX) for x_BRX in of_positions))
         return RouterReport(whole.loss_B / self.context.size, whole.counts_E * (self.context.rank == 0))
 
 

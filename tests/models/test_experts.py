@@ -18,7 +18,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
 from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
-from pretrain.models.experts import Experts, MixtureOfExperts, check_router, dispatch, report, router_caution
+from pretrain.models.experts import Experts, MixtureOfExperts, Router, check_router, dispatch, router_caution
 from pretrain.models.families import complete
 from pretrain.models.layers import Mlp
 from pretrain.optim.optimizer import OptimizerSet
@@ -123,11 +123,11 @@ def test_no_tokens_at_all_give_nothing_and_gradients_of_zeros(kind):
 def test_the_balance_loss_is_k_times_that_of_deepseek_v3():
     """M-D11: equation 17 of arXiv 2412.19437 divides the shares by the number of active experts (K), ours does not."""
     for active, scoring in ((1, "softmax"), (2, "sigmoid"), (3, "softmax")):
-        config = model(active=active, scoring=scoring, balance_loss=1.0, normalise=False).experts
+        router = Router(model(active=active, scoring=scoring, balance_loss=1.0, normalise=False))
         logits, tokens = drawn(1, 20, 6), 20
         scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
         chosen = scores.topk(active).indices
-        found = report(logits, scores, chosen, torch.ones(1, tokens, dtype=torch.bool), config).loss_B / tokens
+        found = router.report(logits, scores, chosen, torch.ones(1, tokens, dtype=torch.bool)).loss_B / tokens
         normal = scores[0] / scores[0].sum(-1, keepdim=True)
         f = torch.tensor([6 / (active * tokens) * int((chosen[0] == e).sum()) for e in range(6)])
         assert found.item() == pytest.approx(active * float((f * normal.mean(0)).sum()), rel=1e-5)

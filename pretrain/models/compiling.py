@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,9 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
             ) from error
         except TorchDynamoException as error:
-            raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {remedy}") from error
+            raise TrainingError(
+                f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {_remedy_of_folders()}{remedy}"
+            ) from error
 
     return call
 
@@ -129,6 +132,15 @@ def look_at_the_cpu() -> None:
         pick_vec_isa()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _remedy_of_folders() -> str:
+    """What to do if the C++ compiler cannot work in torch's folders: torch passes their names without quotes."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folders = {"TMPDIR": tempfile.gettempdir(), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
+    named = [f"{variable} (now {folder})" for variable, folder in folders.items() if " " in folder]
+    return f"set {' and '.join(named)} to a folder without spaces in its name, or " if named else ""
 
 
 def _reason_of(error: BaseException) -> str:

@@ -81,6 +81,17 @@ def test_a_compiler_that_fails_is_told_in_one_line():
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_a_folder_in_which_torch_cannot_compile_is_named(monkeypatch):
+    """The C++ compiler took a folder with a space in its name for two, and said "input file '/home/a' is the same as output file"."""
+
+    def broken(graph: torch.fx.GraphModule, inputs: list) -> None:
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/a b")
+    with pytest.raises(TrainingError, match=r"; set TORCHINDUCTOR_CACHE_DIR \(now /home/a b\) to a folder without spaces in its name, or do without$"):
+        compile_strictly(lambda x: x * x, "do without", backend=broken)(torch.ones(3))
+
+
 @pytest.mark.slow  # compiles four programs of torch, half a minute
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_signal_to_all_processes_does_not_hide_what_the_cpu_can(tmp_path):

@@ -374,7 +374,7 @@ def test_layouts_optimizers_and_data_keep_and_compare_their_rows_too():
 
 def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):
     rows = updates(dataclasses.replace(options, scale=0.05))
-    assert [row.name for row in rows] == ["adamw", "lion", "muon", "adafactor"] and all(
+    assert [row.name for row in rows] == ["adamw", "lion", "muon", "adafactor", "schedule_free_adamw"] and all(
         row.value > 0 and "% of the passes" in row.note for row in rows
     )
 

@@ -234,6 +234,7 @@ STEPS = {
     "one, fp8, activations on the host": (1, "precision.fp8=tensorwise", "parallel.activation_offload=true"),
     "one, experts": (1, *EXPERTS),
     "ddp, weights in bf16": (2, "parallel.strategy=ddp", "precision.master=bf16", "precision.gradients=fp32"),
+    "one, schedule-free": (1, "optim.name=schedule_free_adamw", "schedule.name=constant"),
     "fsdp, muon": (2, FSDP, "optim.name=muon"),
     "hsdp": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
     "tensor": (2, FSDP, "parallel.tensor=2"),
@@ -449,11 +450,13 @@ def test_exchanges_beside_other_work_give_what_one_gpu_has(pool, config_file, op
     assert largest_relative_difference(losses(two), losses(one)) <= (1e-3 if formats[0].startswith("precision") else 1e-4)
 
 
-def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, config_file, prepared):
+@pytest.mark.parametrize("optim", ["optim.ema_decay=0.5", "optim={name: schedule_free_adamw}"])
+def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, config_file, prepared, optim):
     options = (
         CUDA,
         "run.steps=4",
-        "optim.ema_decay=0.5",
+        "schedule.name=constant",
+        optim,
         "validation.every_steps=2",
         f"data.validation=[{{path: {prepared}}}]",
     )

@@ -177,7 +177,8 @@ _VALUES = {
     "parallel.compile": {"True": "true is written blocks", "False": "false is written none"},
     "parallel.reshard_after_forward": {"True": "true is written always", "False": "false is written never"},
     "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw")
-    | {"Lion": "it is written lion", "Muon": "it is written muon"},
+    | {"Lion": "it is written lion", "Muon": "it is written muon"}
+    | dict.fromkeys(("AdamWScheduleFree", "schedule_free", "schedulefree"), "it is written schedule_free_adamw"),
     "schedule.name": {
         **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),
         **dict.fromkeys(("constant_with_warmup",), "write constant, and schedule.warmup_steps"),

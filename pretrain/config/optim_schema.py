@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import MOST_STEPS, UNSET, key, section
+from pretrain.config.keys import MOST_STEPS, UNSET, Except, key, section
 
 
 @dataclass
@@ -64,10 +64,11 @@ class AdafactorOptions:
 class Optim:
     """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
 
-    name: Literal["adamw", "lion", "muon", "adafactor"] = key(
+    name: Literal["adamw", "lion", "muon", "adafactor", "schedule_free_adamw"] = key(
         "adamw",
         "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it; Lion (arXiv 2302.06675); Muon for the matrices of blocks and "
-        "AdamW for the rest, at one rate (arXiv 2502.16982); Adafactor (arXiv 1804.04235), with steps in proportion to the weights.",
+        "AdamW for the rest, at one rate (arXiv 2502.16982); Adafactor (arXiv 1804.04235), with steps in proportion to the weights; schedule-free "
+        "AdamW (arXiv 2405.15682), which needs `schedule.name=constant`: the model is a running mean of the weights.",
         resume="never",
     )
     lr: float = key(
@@ -79,17 +80,18 @@ class Optim:
     betas: tuple[float, float] = key(
         (0.9, 0.95),
         "AdamW, and what Muon leaves to AdamW: decay rates of the running means of the gradient and of its square. Lion has one mean, of the gradient: "
-        "the second number is its decay rate, the first its weight in an update.",
+        "the second number is its decay rate, the first its weight in an update. Schedule-free AdamW has the second mean of AdamW; the first number is the "
+        "weight of the model in the weights that are trained.",
         ge=0,
         lt=1,
-        when={"optim.name": ("adamw", "lion", "muon")},
+        when={"optim.name": ("adamw", "lion", "muon", "schedule_free_adamw")},
     )
     eps: float = key(
         1e-8,
         "Added to the root of the mean square that a step is divided by.",
         ge=1e-37,  # the least that fp32 holds without loss
         le=1,
-        when={"optim.name": ("adamw", "muon")},
+        when={"optim.name": ("adamw", "muon", "schedule_free_adamw")},
     )
     weight_decay: float = key(
         0.1,
@@ -126,6 +128,7 @@ class Optim:
         "tools/convert_checkpoint.py exports it by `--weights ema`.",
         gt=0,
         lt=1,
+        when={"optim.name": Except("schedule_free_adamw")},
     )
     muon: MuonOptions = section(MuonOptions, when={"optim.name": ("muon",)})
     adafactor: AdafactorOptions = section(AdafactorOptions, when={"optim.name": ("adafactor",)})

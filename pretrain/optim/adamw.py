@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,15 +9,23 @@ from torch import Tensor
 
 from pretrain.distributed.shards import local
 from pretrain.optim.eight_bits import decode_means, encode_means
-from pretrain.optim.guarded import Formats, GuardedOptimizer, are_few, in_one_kernel, store, widened, widest
+from pretrain.optim.guarded import (
+    Formats,
+    GuardedOptimizer,
+    Number,
+    are_few,
+    bias_corrections,
+    in_one_kernel,
+    store,
+    widened,
+    widest,
+)
 from pretrain.optim.rounding import Hashes, StackedHashes, random_bits
 
 CHUNK = 1 << 24
 """Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
 AT_ONCE = 4
 """Tensors of a shape that a GPU updates by one call, because a call takes the host about as long as a small tensor takes the GPU."""
-
-Number = float | Tensor
 
 
 class AdamW(GuardedOptimizer):
@@ -58,7 +65,7 @@ class AdamW(GuardedOptimizer):
         for kind in set(map(widest, parameters)):
             numbers = [torch.full((), n, dtype=kind, device=device) for n in values] if on_gpu else values
             of_kind[kind] = [*numbers, None if self.gradient_factor is None else self.gradient_factor.to(device, kind)]
-        corrections = list(zip(*(_corrections(beta, steps) for beta in self.betas)))
+        corrections = list(zip(*(bias_corrections(beta, steps) for beta in self.betas)))
         for places in self.alike(parameters):
             gradient, numbers = local(parameters[places[0]].grad), of_kind[widest(parameters[places[0]])]
             if not gradient.numel():
@@ -103,14 +110,6 @@ def _in_rows(updates: list[Update], hashes: StackedHashes | None) -> Iterator[tu
             else:
                 of_rows = own[0][:, rows], own[1]
             yield (*(x[rows] for x in tensors), mean_correction, square_correction), of_rows
-
-
-def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
-    """1 - beta^steps of each parameter: what divides a mean that began at zero. By expm1: in fp32 the difference from 1 would keep four digits."""
-    powers = list(torch._foreach_mul(steps, math.log(beta or math.ulp(0.0))))
-    torch._foreach_expm1_(powers)
-    torch._foreach_neg_(powers)
-    return powers
 
 
 def _under_new_names(numbers: list[Tensor | None]) -> list[Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from pretrain.models.compiling import compile_strictly
 from pretrain.optim.rounding import Hashes, StackedHashes, hash_places, random_bits, round_at_random, seed_of
 
 T = TypeVar("T")
+Number = float | Tensor
 MOST_SHAPES = 24
 """Shapes and numbers of tensors that a function is compiled for, one by one, in a process. `MOST_VERSIONS` has room for them with clipping and without,
 and for versions for any shape."""
@@ -118,6 +120,14 @@ def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | 
     if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
         value = round_at_random(value, random_bits(hashes))
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
+
+
+def bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
+    """1 - beta^steps of each parameter: what divides a mean that began at zero. By expm1: in fp32 the difference from 1 would keep four digits."""
+    powers = list(torch._foreach_mul(steps, math.log(beta or math.ulp(0.0))))
+    torch._foreach_expm1_(powers)
+    torch._foreach_neg_(powers)
+    return powers
 
 
 def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from pretrain.optim.adamw import AdamW
 from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, widened, widest
 from pretrain.optim.lion import Lion
 from pretrain.optim.muon import Muon
-from pretrain.optim.rules import Rule, registered, rules
+from pretrain.optim.rules import Rule, model_is_mean, registered, rules
+from pretrain.optim.schedule_free import ScheduleFreeAdamW
 
 Groups = list[dict[str, Any]]
 
@@ -53,6 +54,9 @@ _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
     "muon": lambda groups, given: Muon(
         groups, given.config.lr, given.config.muon, given.compute, given.formats, given.replicas
     ),
+    "schedule_free_adamw": lambda groups, given: ScheduleFreeAdamW(
+        groups, given.config.lr, tuple(given.config.betas), given.config.eps, given.formats
+    ),
 }
 """By a rule's `optimizer`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor. Where the optimizer's
 `found_inf` is 1, its step must change nothing."""
@@ -78,7 +82,7 @@ class OptimizerSet:
         moments: torch.dtype = torch.float32,
     ) -> None:
         self.counts, self.sum_over_layers = counts, sum_over_layers
-        self.ema_decay = config.ema_decay
+        self.ema_decay, self.model_is_mean = config.ema_decay, model_is_mean(config)
         self.means: dict[str, Tensor] = {}
         """The running mean of each parameter. It begins as the parameter was before the first step, or at `begin_means`."""
         groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
@@ -169,7 +173,11 @@ class OptimizerSet:
 
         A mean would not survive in a weight's place if that is in bf16. The mean is lent then, and the weights are kept in their own format.
         """
-        pairs = [(local(self.parameters[name]), local(mean)) for name, mean in self.means.items()]
+        means = self.means
+        if self.model_is_mean:
+            self.create_state()
+            means = {name: self.optimizers[0].state_of(p)[0] for name, p in self.parameters.items()}
+        pairs = [(local(self.parameters[name]), local(mean)) for name, mean in means.items()]
         alike = [(weight, mean) for weight, mean in pairs if weight.dtype == mean.dtype]
         kept = [(weight, weight.clone()) for weight, mean in pairs if weight.dtype != mean.dtype]
         for weight, mean in pairs:
@@ -182,6 +190,12 @@ class OptimizerSet:
             _change_places(alike)
             for weight, own in kept:
                 weight.copy_(own)
+
+    def model(self) -> AbstractContextManager[None]:
+        """Inside, parameters are the model, and with the state they are what a checkpoint has. Outside, they are what is trained: the same, unless
+        `model_is_mean`.
+        """
+        return self.averaged() if self.model_is_mean else nullcontext()
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what they are clipped by."""

@@ -23,6 +23,7 @@ MOMENTS: dict[str, Callable[[torch.Size], int]] = {
     "adamw": lambda shape: 2 * shape.numel(),
     "lion": torch.Size.numel,
     "muon": torch.Size.numel,
+    "schedule_free_adamw": lambda shape: 2 * shape.numel(),
     "adafactor": lambda shape: shape.numel() if len(shape) == 1 else shape.numel() // shape[-1] + shape.numel() // shape[-2],
 }
 """Numbers that an optimizer keeps beside a parameter of a shape."""
@@ -96,6 +97,11 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
         own = 1.0 if kind_of(name, dimensions[name]) is Kind.INPUT else share
         found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own)
     return found
+
+
+def model_is_mean(config: Optim) -> bool:
+    """Whether the model is not what is trained but the mean that the optimizer keeps of it. Evaluations and checkpoints are of the model."""
+    return config.name == "schedule_free_adamw"
 
 
 def count_moments(model: nn.Module, config: Optim) -> int:

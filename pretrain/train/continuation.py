@@ -111,21 +111,30 @@ class Continuation:
         self.wait_for_removal()
         if self.ranks.is_main:
             self.directory.restore_record()
-        tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
-        self._check_finite(progress.step, tensors)
-        # The file in the run directory is not used: somebody may be editing it for the next start.
-        attachments = {"config.yaml": self.plan.written_config, **self.plan.data.attachments}
-        state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
-        saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
-        with self._explained(progress.step):
-            saving.begin()
-            if self.plan.config.checkpoint.background:
-                saving.hold(self.copies)
-                saving.write_beside()
-                self._held_up = f", which held training up for {duration(time.monotonic() - started)}"
-            else:
-                saving.write_now()
+        with self._model():
+            tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
+            self._check_finite(progress.step, tensors)
+            # The file in the run directory is not used: somebody may be editing it for the next start.
+            attachments = {"config.yaml": self.plan.written_config, **self.plan.data.attachments}
+            state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
+            saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
+            with self._explained(progress.step):
+                saving.begin()
+                if self.plan.config.checkpoint.background:
+                    saving.hold(self.copies)
+                    saving.write_beside()
+                    self._held_up = f", which held training up for {duration(time.monotonic() - started)}"
+                else:
+                    saving.write_now()
         self._saving, self._started, self._saved_step, self.saved_at = saving, started, progress.step, time.monotonic()
+
+    @contextmanager
+    def _model(self) -> Iterator[None]:
+        """Inside, parameters and state are what a checkpoint has of them."""
+        with self.optimizer.model():
+            yield
+            if self.optimizer.model_is_mean:
+                self.copies.hold_back()  # what is copied must not change places before that
 
     @property
     def is_writing(self) -> bool:
@@ -261,7 +270,8 @@ class Continuation:
             state_of_optimizer = {
                 name: tensor for name, tensor in state_of_optimizer.items() if not name.startswith("optim.ema.")
             }
-        payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
+        with self.optimizer.model():
+            payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
         self.ranks.attempt(
             "state of the optimizer", lambda: self._check_nothing_left(payload, state_of_optimizer), CheckpointError
         )

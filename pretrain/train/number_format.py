@@ -41,6 +41,11 @@ def check_formats(config: Config) -> None:
         raise ConfigError(
             f"precision.moments={precision.moments}: optim.name=adafactor keeps a number per row and column, in fp32; remove the key"
         )
+    if config.optim.name == "schedule_free_adamw" and (precision.moments, precision.master) != ("fp32", "fp32"):
+        raise ConfigError(
+            "optim.name=schedule_free_adamw keeps weights whose small differences it needs, in fp32; remove "
+            + ("precision.moments" if precision.moments != "fp32" else "precision.master")
+        )
     if precision.moments == "8bit" and config.optim.name != "adamw":
         raise ConfigError(
             f"precision.moments=8bit is for optim.name=adamw, whose mean of squares says how large its other mean can be; for {config.optim.name} use bf16"

@@ -65,7 +65,8 @@ class Reporting:
 
     @torch.no_grad()
     def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
+        with self.evaluation.weights("losses"):
+            return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
 
     def _report_again(self, record: StepRecord) -> None:
         """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""

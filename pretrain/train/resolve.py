@@ -52,6 +52,10 @@ def resolve(config: Config) -> Config:
     check_options(config)
     check_formats(config)
     _check_width(config)
+    if config.optim.name == "schedule_free_adamw" and config.schedule.name != "constant":
+        raise ConfigError(
+            f"optim.name=schedule_free_adamw takes the place of schedule.name={config.schedule.name}; set schedule.name=constant, which may have a warmup"
+        )
     check(config.schedule, config.run.steps, written)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config

@@ -319,7 +319,7 @@ class Trainer:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Evaluate the running means of the weights. A save that was begun copies the weights first."""
+        """Exchange weights and their running means. A save that was begun copies them first."""
         self.continuation.copies.hold_back()
         with self.optimizer.averaged():
             yield

@@ -20,6 +20,7 @@ from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.training_data import BatchLoader, TrainingData, ValidationData
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
+from pretrain.optim.rules import model_is_mean
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.prompts import Prompts
 from pretrain.train.stop import StopPoll
@@ -62,7 +63,7 @@ class Evaluation:
         try:
             found: dict[str, Any] = {}
             for name in names:
-                with self.ranks.part(name, device=True), self._weights(name):
+                with self.ranks.part(name, device=True), self.weights(name):
                     if name == "samples":
                         found[name] = self.prompts.continued(self.strategy.evaluate, self.ranks, poll)
                     else:
@@ -72,9 +73,9 @@ class Evaluation:
             self.strategy.release()
 
     @contextmanager
-    def _weights(self, name: str) -> Iterator[None]:
-        """The weights that an evaluation is of."""
-        if name != "ema_validation":
+    def weights(self, name: str) -> Iterator[None]:
+        """The weights that an evaluation is of: those of the model, or their running mean."""
+        if name != "ema_validation" and not model_is_mean(self.config.optim):
             yield
             return
         self.strategy.release()  # what is gathered are the weights themselves

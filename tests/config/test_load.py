@@ -175,7 +175,7 @@ def test_a_character_that_no_text_may_have_is_refused(text):
         ("data.packing=Padded", "one of concatenate, best_fit, padded; the nearest of these is padded"),
         ("precision.compute=16", "one of fp32, bf16, auto"),
         ("precision.compute=null", "one of fp32, bf16, auto"),
-        ("optim.name=[adamw]", "one of adamw, lion, muon, adafactor"),
+        ("optim.name=[adamw]", "one of adamw, lion, muon, adafactor, schedule_free_adamw"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(override, legal):

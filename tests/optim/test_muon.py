@@ -83,9 +83,9 @@ def test_muon_gets_the_matrices_of_blocks_and_adamw_the_rest(values):
         is_matrix = parameters[name].dim() > 1 and name not in outer and not name.endswith("bias")
         assert rule.optimizer == ("muon" if is_matrix else "adamw"), name
     assert {name for name, rule in found.items() if rule.optimizer == "muon"} == orthogonalized(model) != set()
-    for name in ("adamw", "lion", "muon", "adafactor"):
+    for name in ("adamw", "lion", "muon", "adafactor", "schedule_free_adamw"):
         optimizer = OptimizerSet([model], Optim(name=name))
-        kept = sum(tensor.numel() for key, tensor in optimizer.tensors().items() if not key.startswith("step."))
+        kept = sum(tensor.numel() for key, tensor in optimizer.tensors().items() if not key.startswith(("step.", "shares.")))
         assert kept == count_moments(model, Optim(name=name))
 
 
@@ -163,7 +163,7 @@ def test_what_muon_cannot_take_in_a_network_of_another_library_is_named():
 # ---- steps that are left out --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "schedule_free_adamw"])
 def test_a_refused_step_leaves_weights_and_state_as_they_are_to_the_last_bit(name):
     model = network(**MIXTURE)
     optimizer = OptimizerSet([model], Optim(name=name, lr=0.1))

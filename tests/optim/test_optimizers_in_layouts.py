@@ -1,4 +1,4 @@
-"""A step of each optimizer is that of torch's or of the published formula in one process, from the same gradients, under every layout."""
+"""A step of each optimizer is that of torch's, of its authors' or of the published formula in one process, from the same gradients, under every layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from running import some_slow, state_of, train
+from schedulefree import AdamWScheduleFree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,7 @@ OPTIMIZERS = {
     "lion": ("optim.name=lion", "optim.lr=1e-2"),
     "adafactor": ("optim.name=adafactor", "optim.lr=1e-2"),
     "muon": ("optim.name=muon", "optim.lr=1e-2", "optim.muon.polynomial=quintic"),
+    "schedule_free_adamw": ("optim.name=schedule_free_adamw", "schedule.name=constant", "optim.lr=1e-2"),
 }
 
 
@@ -53,7 +55,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Reference:
-    """Plain tensors of one process, updated by torch's own optimizers, in fp64."""
+    """Plain tensors of one process, updated by the optimizers of torch, or of their authors, in fp64."""
 
     def __init__(self, parameters: dict[str, Tensor], optimizer: str) -> None:
         self.parameters = {name: torch.nn.Parameter(p.double()) for name, p in parameters.items()}
@@ -71,6 +73,9 @@ class Reference:
                 continue
             elif optimizer == "adafactor":
                 new = torch.optim.Adafactor([p], eps=(1e-15, 1e-3), weight_decay=decay, foreach=False)
+            elif optimizer == "schedule_free_adamw":
+                new = AdamWScheduleFree([p], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, foreach=False)
+                new.train()
             else:
                 new = torch.optim.AdamW([p], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, foreach=False)
             new.name = name
@@ -118,9 +123,11 @@ def differences(optimizer: str, config_file: str, *overrides: str) -> dict[str, 
     for step in range(3):
         trainer.strategy.forward_backward(trainer.loader.read(step * config.batch.sequences), 512)
         trainer.optimizer.clip(0.5)
-        gradients = {name: whole(p.grad) for name, p in parameters.items()}
-        reference.step(0.01 / (step + 1), gradients)
-        trainer.optimizer.step(0.01 / (step + 1), torch.tensor(True))
+        factors = [each.gradient_factor for each in trainer.optimizer.optimizers if getattr(each, "scales_gradients", False)]
+        gradients = {name: whole(p.grad) * (factors[0] if factors else 1) for name, p in parameters.items()}
+        rate = 0.01 * (step + 1) / 3 if optimizer == "schedule_free_adamw" else 0.01 / (step + 1)  # it has a warmup only
+        reference.step(rate, gradients)
+        trainer.optimizer.step(rate, torch.tensor(True))
         trainer.optimizer.zero_grad()
     found = {}
     for name, p in parameters.items():
@@ -130,7 +137,7 @@ def differences(optimizer: str, config_file: str, *overrides: str) -> dict[str, 
     return found
 
 
-# AdamW and Lion work element by element, alike under every layout.
+# The others work element by element, alike under every layout.
 CASES = {f"{name}, {layout}": (name, layout) for name in OPTIMIZERS for layout in (LAYOUTS if name in ("muon", "adafactor") else ("single", "ddp 2", "fsdp 2 x tensor 2"))}
 SLOW = {f"adafactor, {layout}" for layout in set(LAYOUTS) - {"single", "hsdp 2x2", "fsdp 2 x tensor 2, expert 2", "fsdp 4, expert 2, 8 experts"}}
 SLOW |= {f"muon, {layout}" for layout in ("fsdp 2", "fsdp 4, expert 2", "fsdp 2 x tensor 2", "offload", "fsdp 3", "fsdp 4", "tensor 2", "expert 2", "hsdp 2x1 x tensor 2", "hsdp 2x2, expert 2", "fsdp 2 x context 2")}
@@ -144,9 +151,10 @@ def test_a_step_is_that_of_one_process(pool, config_file, case):
         assert found and max(found.values()) <= 2e-5, sorted(found.items(), key=lambda item: -item[1])[:5]
 
 
-@pytest.mark.parametrize("optimizer", some_slow(["lion", "muon", "adafactor"], ["lion", "muon"]))
+@pytest.mark.parametrize("optimizer", some_slow(["lion", "muon", "adafactor", "schedule_free_adamw"], ["lion", "muon"]))
 def test_state_moves_between_layouts_and_continues(pool, config_file, optimizer):
-    short = (*MODEL, *OPTIMIZERS[optimizer], "optim.ema_decay=0.5", "run.steps=6", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 3, keep_last: 0}")
+    mean = () if optimizer == "schedule_free_adamw" else ("optim.ema_decay=0.5",)
+    short = (*MODEL, *OPTIMIZERS[optimizer], *mean, "run.steps=6", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 3, keep_last: 0}")
     whole_run = train(pool, 1, config_file, "run.name=whole", *short)
     train(pool, 4, config_file, "run.name=moved", *short, *LAYOUTS["hsdp 2x2, expert 2"][1:], "run.steps=3")
     moved = train(pool, 2, config_file, "run.name=moved", *short, *LAYOUTS["ddp 2"][1:])
@@ -154,6 +162,6 @@ def test_state_moves_between_layouts_and_continues(pool, config_file, optimizer)
     assert one.keys() == other.keys() and any(name.startswith("optim.") for name in one)
     start = state_of(whole_run, 3)
     for name, tensor in one.items():
-        if tensor.is_floating_point() and name.startswith(("model.", "optim.ema.")):
+        if tensor.is_floating_point() and name.startswith(("model.", "optim.ema.", "optim.trained.")):
             change = float((tensor - start[name]).abs().max())
             assert float((tensor - other[name]).abs().max()) <= 0.05 * change + 1e-6, name

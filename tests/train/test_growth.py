@@ -75,13 +75,13 @@ def test_a_step_costs_the_same_at_the_start_and_after_a_hundred_thousand(config_
     assert abs(late - early) <= 0.02 * early, (early, late)
 
 
-OPTIMIZERS = ("name: adamw", "name: muon", "name: lion", "name: adafactor", "ema_decay: 0.99")
+OPTIMIZERS = ("name: adamw", "name: muon", "name: lion", "name: adafactor", "name: schedule_free_adamw", "ema_decay: 0.99")
 
 
-@pytest.mark.parametrize("optim", some_slow(OPTIMIZERS, ["name: lion", "name: adafactor"]))
+@pytest.mark.parametrize("optim", some_slow(OPTIMIZERS, ["name: lion", "name: adafactor", "name: schedule_free_adamw"]))
 def test_a_layer_costs_the_same_in_a_model_of_two_and_of_two_hundred(config_file, optim):
     optim = f"optim={{{optim}, lr: 1.0e-3}}"
-    counts = {layers: calls_of_steps(trainer_of(config_file, f"model.layers={layers}", optim), 10) for layers in (2, 40, 200)}
+    counts = {layers: calls_of_steps(trainer_of(config_file, f"model.layers={layers}", optim, "schedule.name=constant"), 10) for layers in (2, 40, 200)}
     few, many = (counts[40] - counts[2]) / 38, (counts[200] - counts[40]) / 160
     assert 0 < many <= 1.02 * few, (counts, few, many)
 

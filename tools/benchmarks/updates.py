@@ -14,7 +14,7 @@ from pretrain.parallel.initialise import initialise
 from pretrain.train.plan import network_without_values
 from pretrain.train.resolve import resolve
 
-NAMES = ("adamw", "lion", "muon", "adafactor")
+NAMES = ("adamw", "lion", "muon", "adafactor", "schedule_free_adamw")
 BATCH_TOKENS = 32_768
 
 

@@ -24,3 +24,17 @@ def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
     """The key of each sample for dropout, int64, from its position in the stream. So a sample has another mask in every epoch."""
     start = int.from_bytes(hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=8).digest(), "little")
     return scramble(positions.astype(np.uint64) + np.uint64(start)).view(np.int64)
+
+
+FEWEST_STARTS = 16
+
+
+def document_starts(documents_BT: np.ndarray) -> np.ndarray:
+    """Where documents begin in each row, int32 [B, N], and T in the places that are left. N is a power of two, so that few shapes occur."""
+    rows, length = documents_BT.shape
+    is_first = np.ones(documents_BT.shape, dtype=bool)
+    np.not_equal(documents_BT[:, 1:], documents_BT[:, :-1], out=is_first[:, 1:])
+    counts = is_first.sum(axis=1)
+    starts = np.full((rows, max(FEWEST_STARTS, 1 << int(counts.max() - 1).bit_length())), length, dtype=np.int32)
+    starts[np.arange(starts.shape[1]) < counts[:, None]] = np.nonzero(is_first)[1]
+    return starts

@@ -280,11 +280,12 @@ class Model:
     latent: Latent = section(Latent, when={"model.latent.kv_rank": Except(0)})
     mlp: MlpConfig = section(MlpConfig)
     experts: ExpertsConfig = section(ExpertsConfig, when={"model.experts.count": Except(0)})
-    attention_backend: Literal["auto", "sdpa", "flex"] = key(
+    attention_backend: Literal["auto", "sdpa", "flex", "varlen"] = key(
         "auto",
         "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa` is torch's "
         "scaled_dot_product_attention with a dense mask, a byte per pair of positions. `flex` is FlexAttention, which skips masked blocks and "
-        "trains on CUDA only. `auto` takes flex on CUDA for a head_dim of at least 16, else sdpa. Without such masks, `run.attention_kernel` says which "
+        "trains on CUDA only. `varlen` is torch's flash kernel with documents as sequences of their own, in bf16 on CUDA, or that of "
+        "`run.attention_kernel=FA3` or `FA4`. `auto` takes flex on CUDA for a head_dim of at least 16, else sdpa. Without such masks, `run.attention_kernel` says which "
         "kernel computes causal attention.",
         resume="free",
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretrain.config.data_schema import Data
-from pretrain.conventions import sample_keys, scramble
+from pretrain.conventions import document_starts, sample_keys, scramble
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,18 +68,23 @@ class Objective(ABC):
 class NextToken(Objective):
     """Predict every token from those before it.
 
-    `mask_eod_id`: the token that closes a document, if attention ends there; `dropout_seed`: the seed of dropout's masks, None without dropout.
+    `mask_eod_id`: the token that closes a document, if attention ends there; `dropout_seed`: the seed of dropout's masks, None without dropout;
+    `lists_starts`: whether the network is told where documents begin.
     """
 
     mask_eod_id: int | None = None
     dropout_seed: int | None = None
+    lists_starts: bool = False
 
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
         import torch
 
         inputs = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
         if self.mask_eod_id is not None:
-            inputs["documents_BT"] = torch.from_numpy(documents_of(tokens_BT.numpy(), self.mask_eod_id))
+            documents_BT = documents_of(tokens_BT.numpy(), self.mask_eod_id)
+            inputs["documents_BT"] = torch.from_numpy(documents_BT)
+            if self.lists_starts:
+                inputs["starts_BN"] = torch.from_numpy(document_starts(documents_BT))
         if self.dropout_seed is not None:
             inputs["keys_B"] = torch.from_numpy(sample_keys(self.dropout_seed, positions_B))
         return inputs

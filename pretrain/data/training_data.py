@@ -318,7 +318,9 @@ def _objective(config: Config, stream: Stream, start_id: int | None) -> Objectiv
     spans, eod_id = Spans.of_data(config.data), stream.data.eod_id
     dropout_seed = config.run.seed if config.model.dropout or config.model.attention_dropout else None
     if spans is None:
-        return NextToken(eod_id if config.data.document_mask else None, dropout_seed)
+        return NextToken(
+            eod_id if config.data.document_mask else None, dropout_seed, config.model.attention_backend == "varlen"
+        )
     first = sentinel_ids(config.data, stream.data.vocab_size)[-1]
     return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, dropout_seed)
 

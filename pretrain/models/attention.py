@@ -13,6 +13,7 @@ Its cache holds the latent and the turned key, which is all that keys and values
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from pretrain.config.model_schema import Model
 from pretrain.models.attention_ways import repeats_groups, way_of
@@ -28,7 +30,7 @@ from pretrain.models.causal_blocks_fp32 import causal_attention_fp32
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.dropout import WeightMask, drop
 from pretrain.models.layers import Linear, RMSNorm, make_norm
-from pretrain.models.masks import Mask
+from pretrain.models.masks import Mask, PackedDocuments
 from pretrain.models.positions import Tables, rotate, yarn_mscale
 
 
@@ -113,6 +115,10 @@ def attend(
         if dropout is not None:
             raise ValueError("FlexAttention drops no weights")
         return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
+    if isinstance(mask, PackedDocuments):
+        if soft_cap or sinks_H is not None or dropout is not None:
+            raise ValueError("varlen knows no soft-cap, no sinks, and drops no weights")
+        return _varlen(q_BHTG, k_BKSG, v_BKSG, mask, scale)
     way = way_of(q_BHTG, k_BKSG, mask is not None, bool(soft_cap) or sinks_H is not None or dropout is not None)
     if way == "products":
         return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout)
@@ -177,6 +183,18 @@ def _flex(q_BHTG, k_BKSG, v_BKSG, mask: BlockMask, scale: float, soft_cap: float
     return (y_BHTG * share_BHT[..., None]).to(y_BHTG.dtype)
 
 
+def _varlen(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, mask: PackedDocuments, scale: float) -> Tensor:
+    heads, groups, (ends_N, longest, window) = q_BHTG.shape[1], k_BKTG.shape[1], mask
+    options = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
+    if heads != groups and _KNOWS_GROUPS:
+        options["enable_gqa"] = True
+    elif heads != groups:
+        k_BKTG, v_BKTG = (x.repeat_interleave(heads // groups, dim=1) for x in (k_BKTG, v_BKTG))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTG, k_BKTG, v_BKTG))
+    y = varlen_attn(q, k, v, ends_N, ends_N, longest, longest, **options)
+    return y.unflatten(0, (len(q_BHTG), -1)).transpose(1, 2)
+
+
 @functools.cache  # one function per cap: a new one would be compiled anew
 def _soft_capped(cap: float) -> Callable[..., Tensor]:
     def squash(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -192,6 +210,7 @@ def _compiled_flex(trains: bool) -> Callable[..., Tensor]:
 
 
 SCORES_AT_ONCE = 1 << 24
+_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every version of torch
 
 
 @torch.no_grad()
@@ -211,6 +230,12 @@ def largest_score(q_BHTG: Tensor, k_BKSG: Tensor, mask: Mask | None, scale: floa
 
 def _seen_by(mask: Mask | None, queries: slice, keys: int, batch: int, device: torch.device) -> Tensor:
     """Which keys some of the queries see, in a shape that fits [B, H, queries, keys]."""
+    if isinstance(mask, PackedDocuments):
+        places_BT = torch.arange(batch * keys, device=device, dtype=torch.int32).view(batch, keys)
+        document_BT = torch.searchsorted(mask.ends_N, places_BT, right=True)
+        distance_BQS = places_BT[:, queries, None] - places_BT[:, None]
+        seen_BQS = (distance_BQS >= 0) & (document_BT[:, queries, None] == document_BT[:, None])
+        return (seen_BQS & (distance_BQS < mask.window) if mask.window else seen_BQS)[:, None]
     if mask is None or isinstance(mask, BlockMask):
         query_Q = torch.arange(queries.start, queries.stop, device=device)[:, None]
         key_S = torch.arange(keys, device=device)

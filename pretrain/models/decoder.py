@@ -30,6 +30,7 @@ from pretrain.models.masks import (
     cached_mask,
     document_numbers,
     document_positions,
+    starts_of,
 )
 from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Unit
@@ -97,6 +98,7 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         keys_B: Tensor | None = None,
         sequence_weights_B: Tensor | None = None,
+        starts_BN: Tensor | None = None,
         span: range | None = None,
         hidden: tuple[Tensor, ...] = (),
     ) -> Tensor | Losses | tuple[Tensor, ...]:
@@ -107,6 +109,7 @@ class Decoder(nn.Module):
         document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
         those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped.
         `sequence_weights_B`: factors on the objective of each sequence, without the losses of routers; the cross-entropy is not weighted.
+        `starts_BN`: where documents begin, for `varlen` (`models/masks.py`); made here if it is not given.
         `span`: go through these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden`
         for the next span, as `hidden_like` describes it.
         """
@@ -119,7 +122,7 @@ class Decoder(nn.Module):
         blocks = {name: block for name, block in self.layers.items() if int(name) in span}
         ahead = self.multi_token if leaves and counted_BT is not None else None
         specs = [block.spec for block in blocks.values()] + ([ahead.spec] if ahead else [])
-        places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, specs)
+        places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, starts_BN, specs)
         embedded_BTD = self._embed(tokens_BT, places, dropout) if enters or ahead else None
         auxiliary_B = [loss_B for losses_AB in hidden[1:] for loss_B in losses_AB]
         x_BTD = embedded_BTD if enters else hidden[0]
@@ -197,6 +200,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
         positions_BT: Tensor | None,
+        starts_BN: Tensor | None,
         specs: list[LayerSpec],
     ) -> tuple[Tensor, Inputs]:
         """The places of the tokens in their sequences; and what blocks of these specs get."""
@@ -208,10 +212,12 @@ class Decoder(nn.Module):
         if cache is not None:
             documents_BT = cache.label(documents_BT, tokens_BT.shape[1])
         numbers_BT = None if documents_BT is None else document_numbers(documents_BT)  # of all positions
+        if starts_BN is None and self.config.attention_backend == "varlen":
+            starts_BN = starts_of(None if cache else numbers_BT, tokens_BT)
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs = {}
         for window in {spec.window for spec in specs}:
-            mask = self._mask(start, stop, numbers_BT, device, window, cache)
+            mask = self._mask(start, stop, numbers_BT, device, window, cache, starts_BN)
             if positions_BT is not None:
                 tables = self._tables(positions_BT, stop, window > 0)
             else:
@@ -239,15 +245,23 @@ class Decoder(nn.Module):
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def _mask(
-        self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, window: int, cache: Cache | None
+        self,
+        start: int,
+        stop: int,
+        numbers_BT: Tensor | None,
+        device: torch.device,
+        window: int,
+        cache: Cache | None,
+        starts_BN: Tensor | None,
     ) -> Mask | None:
         """None where only the future is masked, which torch's causal kernel does by itself."""
         switches = self.config.attention
         if start or (cache is not None and numbers_BT is not None):
             return cached_mask(start, stop, device, window, numbers_BT)
         is_plain = numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks
-        backend = None if is_plain else attention_backend(self.config, device, training=torch.is_grad_enabled())
-        return self.make_mask(stop, device, backend, numbers_BT, window)
+        training = torch.is_grad_enabled()
+        backend = None if is_plain else attention_backend(self.config, device, training, self.compute_dtype)
+        return self.make_mask(stop, device, backend, numbers_BT, window, *([starts_BN] if backend == "varlen" else []))
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A tied head has no weights, and is in no unit, nor is the norm before it."""

@@ -11,15 +11,17 @@ labels' device and never waits for it.
                                                 . . . 1 1 . . .   every row holds at least itself: no softmax over nothing
                                                 . . . . . 1 . .
 
-A window of W lets a query see itself and the W - 1 positions before it. Two back ends compute the same attention. `sdpa` takes a
+A window of W lets a query see itself and the W - 1 positions before it. Three back ends compute the same attention. `sdpa` takes a
 dense mask: O(T^2) memory, any device. `flex` (FlexAttention, arXiv 2412.05496) skips the blocks of the attention matrix that hold
-no pair that attends: O(T) memory, compiled for CUDA.
+no pair that attends: O(T) memory, compiled for CUDA. `varlen` (torch's flash kernel for sequences of any length) takes documents as
+sequences of their own: O(T) memory, CUDA and bf16. It needs to know how many documents a row has, without waiting for the device. So `starts_BN`,
+made with the batch, lists where the documents of each row begin, and as many rows' ends as fill it up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +29,25 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from pretrain.config.model_schema import Model
+from pretrain.conventions import document_starts
 from pretrain.errors import ConfigError
 from pretrain.models.shape import head_widths
 
-Mask = Tensor | BlockMask
-"""True where a row attends, or what is added to the scores, [B or 1, H or 1, T, S]; or blocks of FlexAttention."""
-Backend = Literal["sdpa", "flex"]
+
+class PackedDocuments(NamedTuple):
+    """Documents of all rows, one after the other, for `varlen`."""
+
+    ends_N: Tensor
+    """Where each ends in B x T positions, int32, after a 0; empty ones are between them."""
+    length: int
+    """T, the length of the longest one at most."""
+    window: int
+    """0: no window."""
+
+
+Mask = Tensor | BlockMask | PackedDocuments
+"""True where a row attends, or what is added to the scores, [B or 1, H or 1, T, S]; or blocks of FlexAttention; or documents by their ends."""
+Backend = Literal["sdpa", "flex", "varlen"]
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention, its default
 FLEX_NARROWEST_HEAD = 16  # below, its kernels do not compile
 
@@ -49,8 +64,17 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
     return torch.arange(numbers_BT.shape[1], device=numbers_BT.device) - begin_BT
 
 
-def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
-    """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
+def starts_of(numbers_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
+    """`document_starts` of a batch on its device, which the host waits for; of whole rows without numbers."""
+    if numbers_BT is None:
+        return tokens_BT.new_zeros(len(tokens_BT), 1, dtype=torch.int32)
+    return torch.from_numpy(document_starts(numbers_BT.cpu().numpy())).to(tokens_BT.device)
+
+
+def attention_backend(model: Model, device: torch.device, training: bool, dtype: torch.dtype = torch.bfloat16) -> Backend:
+    """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run. `varlen` trains where
+    it can; evaluations on other devices or in another `dtype` take `sdpa`.
+    """
     narrowest = min(head_widths(model))
     if model.attention_backend == "auto":
         drops = training and model.attention_dropout
@@ -58,11 +82,13 @@ def attention_backend(model: Model, device: torch.device, training: bool) -> Bac
         return "flex" if flex else "sdpa"
     if training:
         check_flex_with_dropout(model)
-    if model.attention_backend == "flex" and training and device.type != "cuda":
+    if model.attention_backend != "sdpa" and training and device.type not in ("cuda", "meta"):
+        what = {"flex": "FlexAttention has a backward pass", "varlen": "torch's kernel exists"}[model.attention_backend]
         raise ConfigError(
-            f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
-            "use sdpa or auto"
+            f"model.attention_backend={model.attention_backend} cannot train on run.device={device.type}: {what} on CUDA only; use sdpa or auto"
         )
+    if model.attention_backend == "varlen" and (device.type == "cpu" or dtype != torch.bfloat16):
+        return "sdpa"
     if model.attention_backend == "flex" and device.type == "cuda" and narrowest < FLEX_NARROWEST_HEAD:
         raise ConfigError(
             f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {narrowest}; "
@@ -80,16 +106,24 @@ def check_flex_with_dropout(model: Model) -> None:
 
 
 def attention_mask(
-    length: int, device: torch.device, backend: Backend | None, numbers_BT: Tensor | None = None, window: int = 0
+    length: int,
+    device: torch.device,
+    backend: Backend | None,
+    numbers_BT: Tensor | None = None,
+    window: int = 0,
+    starts_BN: Tensor | None = None,
 ) -> Mask | None:
     """Who attends to whom: earlier positions of the same document and inside the window, and itself.
 
-    `numbers_BT`: see `document_numbers`; `window` 0: no window. Built once per forward, for all layers of a kind. Without a back end there is
-    no mask: torch's causal kernel does by itself what is left.
+    `numbers_BT`: see `document_numbers`; `window` 0: no window; `starts_BN`: for `varlen`, see `document_starts`. Built once per forward, for
+    all layers of a kind. Without a back end there is no mask: torch's causal kernel does by itself what is left.
     """
     if backend is None:
         return None
     window = window if window < length else 0
+    if backend == "varlen":
+        rows_B1 = torch.arange(len(starts_BN), device=device, dtype=torch.int32)[:, None] * length
+        return PackedDocuments(F.pad((starts_BN + rows_B1).flatten(), (0, 1), value=len(starts_BN) * length), length, window)
     if backend == "sdpa":
         return _dense_mask(length, device, numbers_BT, window)
     numbers_BT = torch.zeros(1, length, dtype=torch.int64, device=device) if numbers_BT is None else numbers_BT

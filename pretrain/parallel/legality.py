@@ -104,7 +104,8 @@ def check_context(config: Config) -> None:
         f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well": bool(
             model.predict_ahead and config.parallel.tensor > 1
         ),
-        "model.attention_backend=flex needs whole masks; use sdpa": model.attention_backend == "flex",
+        f"model.attention_backend={model.attention_backend} needs whole masks; use sdpa": model.attention_backend
+        in ("flex", "varlen"),
     }
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():

@@ -30,6 +30,8 @@ _WIDEST = 256  # head of torch's flash kernel
 
 def check_attention_kernel(config: Config, device: torch.device) -> None:
     """Raise ConfigError for a kernel without effect, or one that cannot compute this model's attention."""
+    if config.model.attention_backend == "varlen" and (reason := _refusal_of_varlen(config)):
+        raise ConfigError(f"model.attention_backend=varlen {reason}; set it to auto")
     asked = config.run.attention_kernel
     if asked == "auto":
         return
@@ -57,6 +59,8 @@ def _without_effect(config: Config, device: torch.device, asked: str) -> str | N
         return None
     if attention_backend(config.model, device, training=True) == "flex":
         return "where FlexAttention computes all layers (model.attention_backend)"
+    if config.model.attention_backend == "varlen":
+        return None if asked in _OTHERS else "where torch's flash kernel computes all layers (model.attention_backend=varlen)"
     switches = config.model.attention
     if switches.soft_cap or switches.sinks:
         return f"with model.attention.{'soft_cap' if switches.soft_cap else 'sinks'}, which no kernel of torch's computes"
@@ -75,7 +79,7 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
     has_bias, shares_positions = model.positions == "relative", config.parallel.context > 1
     if config.precision.compute == "fp32" and (is_flash or asked == "cudnn"):
         return "does not compute in fp32"
-    if is_flash and needs_masks(config) and attention_backend(model, device, training=True) != "flex":
+    if is_flash and needs_masks(config) and attention_backend(model, device, training=True) == "sdpa":
         return "takes no masks, and this model or its data need them"
     if is_flash and config.validation.prompts:
         return "takes no masks, and generation (validation.prompts) needs them"
@@ -87,6 +91,19 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
     if asked == "cudnn" and config.run.deterministic:
         return "is not deterministic in backward, as run.deterministic asks"
     return _refusal_of_widths(config, asked) if family_of(model.family).splits else None
+
+
+def _refusal_of_varlen(config: Config) -> str | None:
+    """Why torch's kernel for sequences of any length cannot compute this run's attention."""
+    switches, key = config.model.attention, head_widths(config.model)[0]
+    reasons = {
+        "does not compute in fp32": config.precision.compute == "fp32",
+        "knows no soft-cap, as model.attention.soft_cap asks": switches.soft_cap,
+        "knows no sinks, as model.attention.sinks asks": switches.sinks,
+        "drops no weights, as model.attention_dropout asks": config.model.attention_dropout,
+        f"computes heads of multiples of 8, up to {_WIDEST}, and this model's have {key}": key % 8 or key > _WIDEST,
+    }
+    return _refusal_of_unequal_widths(config) or next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _refusal_of_widths(config: Config, asked: str) -> str | None:
@@ -224,6 +241,9 @@ def _computed_by(config: Config, device: torch.device, has_mask: bool, rows: int
     is_special = bool(switches.soft_cap or switches.sinks or model.attention_dropout)
     if has_mask and needs_masks(config) and attention_backend(model, device, training=True) == "flex":
         return "FlexAttention"
+    if has_mask and needs_masks(config) and model.attention_backend == "varlen":
+        asked = config.run.attention_kernel
+        return f"{asked if asked in _OTHERS else 'the flash kernel of torch'} over documents"
     if device.type != "cpu":  # there no kernel is chosen by the length
         rows, length = min(rows, 1024), min(length, 1024)
     key, value = head_widths(config.model)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pretrain.config.schema import Config
+from pretrain.conventions import FEWEST_STARTS
 from pretrain.data.tasks import Spans
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
@@ -251,6 +252,8 @@ class _Step:
         else:
             lengths = {"source_BS": spans.source_length, "tokens_BT": spans.target_length, "targets_BT": spans.target_length}
         inputs = {name: torch.zeros(sequences, length, dtype=torch.int64, device=device) for name, length in lengths.items()}
+        if data.document_mask and self.config.model.attention_backend == "varlen":
+            inputs["starts_BN"] = torch.zeros(sequences, FEWEST_STARTS, dtype=torch.int32, device=device)
         if self.config.model.dropout or self.config.model.attention_dropout:
             inputs["keys_B"] = torch.zeros(sequences, dtype=torch.int64, device=device)
         return inputs
@@ -261,7 +264,7 @@ class _Step:
 
 def _attend_as_on_a_gpu(network: Decoder) -> None:
     """Let attention keep for backward what it keeps on a GPU. What axes set comes before it."""
-    by_blocks = attention_backend(network.config, _GPU, training=True) == "flex"
+    by_blocks = attention_backend(network.config, _GPU, training=True) in ("flex", "varlen")
     for module in network.modules():
         if isinstance(module, attention.Scored):
             extend(module, _AttentionOfGpu, by_blocks=by_blocks)
@@ -270,7 +273,9 @@ def _attend_as_on_a_gpu(network: Decoder) -> None:
 
 
 class _AttentionOfGpu:
-    """Attention with an operator that keeps as much as the kernel of a GPU. `by_blocks`: FlexAttention, which needs no mask of a tensor."""
+    """Attention with an operator that keeps as much as the kernel of a GPU. `by_blocks`: FlexAttention, or that of documents of any length, which need no
+    mask of a tensor.
+    """
 
     by_blocks: bool
 

@@ -8,7 +8,9 @@ import os
 import pytest
 import torch
 
+from pretrain.config.attention_schema import AttentionConfig
 from pretrain.config.schema import Model
+from pretrain.conventions import document_starts
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend
@@ -75,6 +77,40 @@ def test_in_bf16_flex_is_as_near_to_fp32_as_sdpa_is(name):
     exact = gradients(decoder(HEADS[name], "sdpa"), 500)
     sdpa, flex = (gradients(decoder(HEADS[name], backend, torch.bfloat16), 500) for backend in ("sdpa", "flex"))
     assert largest_difference(flex, exact) <= 1.5 * largest_difference(sdpa, exact)
+
+
+NOT_PRETENDED = pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="the pretended device has no such kernel")
+WINDOWS = complete(Model(family="mistral", dim=128, layers=3, heads=4, ffn_dim=192, vocab_size=61, init_std=0.1, attention=AttentionConfig(window=100)), 512)
+
+
+@NOT_PRETENDED
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["plain", "grouped queries", "windows"])
+def test_in_bf16_documents_of_any_length_are_as_near_to_fp32_as_sdpa_is(name, compiled):
+    model = WINDOWS if name == "windows" else HEADS[name]
+    exact = gradients(decoder(model, "sdpa"), 500)
+    found = {}
+    for backend in ("sdpa", "varlen"):
+        network = decoder(model, backend, torch.bfloat16)
+        network.compute_dtype = torch.bfloat16
+        if compiled:
+            compile_blocks(network)
+        found[backend] = gradients(network, 500)
+    assert largest_difference(found["varlen"], exact) <= 1.5 * largest_difference(found["sdpa"], exact)
+
+
+@NOT_PRETENDED
+def test_documents_of_any_length_never_make_the_host_wait():
+    model = decoder(HEADS["plain"], "varlen", torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    tokens_BT, targets_BT, documents_BT = batch(500)
+    starts_BN = torch.from_numpy(document_starts(documents_BT.cpu().numpy())).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = model(tokens_BT, targets_BT, documents_BT, starts_BN=starts_BN)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(losses).all()
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])

@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         blocks = {name: block for name, block in self.layers.items() if int(name) in span}
         ahead = self.multi_token if leaves and counted_BT is not None else None
         specs = [block.spec for block in blocks.values()] + ([ahead.spec] if ahead else [])
-        places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, starts_BN, specs)
+        places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, specs, starts_BN)
         embedded_BTD = self._embed(tokens_BT, places, dropout) if enters or ahead else None
         auxiliary_B = [loss_B for losses_AB in hidden[1:] for loss_B in losses_AB]
         x_BTD = embedded_BTD if enters else hidden[0]
@@ -200,8 +200,8 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
         positions_BT: Tensor | None,
-        starts_BN: Tensor | None,
         specs: list[LayerSpec],
+        starts_BN: Tensor | None = None,
     ) -> tuple[Tensor, Inputs]:
         """The places of the tokens in their sequences; and what blocks of these specs get."""
         device = tokens_BT.device

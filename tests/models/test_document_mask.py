@@ -112,7 +112,7 @@ def test_rotary_tables_start_anew_in_each_document(backend):
     documents = torch.cat((labels(LENGTHS), labels([20, 21])))
     with torch.no_grad():
         specs = [block.spec for block in model.layers.values()]
-        tables = model._begin(torch.zeros_like(documents), documents, None, None, None, specs)[1][0][0]
+        tables = model._begin(torch.zeros_like(documents), documents, None, None, specs)[1][0][0]
     reference = rotary_tables(model.config, torch.arange(41), 41)
     for table, whole in zip(tables, reference):
         assert table.shape == (2, 1, 41, model.config.head_dim)

@@ -1,6 +1,8 @@
-"""A rank's part of a sharded tensor, and where it lies."""
+"""A rank's part of a sharded tensor, and where it lies; and its part of other things that ranks share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,13 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
 def own_part(count: int, rank: int, size: int) -> slice:
     """A rank's stretch of `count` things, which all ranks share equally."""
     return slice(rank * count // size, (rank + 1) * count // size)
+
+
+def own_passes(count: int, rows: int, rank: int, size: int) -> Iterator[range]:
+    """A rank's numbers of each pass over `count` things, at most `rows`. All ranks make as many passes, and may have none in the last one."""
+    for first in range(0, count, rows * size):
+        start = min(first + rank * rows, count)
+        yield range(start, min(start + rows, count))
 
 
 def stretch_length(length: int, ranks: int) -> int:

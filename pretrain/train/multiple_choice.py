@@ -13,6 +13,7 @@ import torch
 
 from pretrain.conventions import IGNORED
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.distributed.shards import own_passes
 from pretrain.errors import ConfigError, DataError
 from pretrain.train.callbacks import Callback, RunHandle
 
@@ -59,9 +60,7 @@ class MultipleChoice(Callback):
         rows = [(number, choice) for number, question in enumerate(self.questions) for choice in range(len(question.choices))]
         size, mesh = run.config.batch.micro_sequences, run.mesh
         losses = torch.zeros(len(rows), dtype=torch.float64)
-        for first in range(0, len(rows), size * mesh.data_size):
-            start = first + mesh.data_rank * size
-            here = range(min(start, len(rows)), min(start + size, len(rows)))
+        for here in own_passes(len(rows), size, mesh.data_rank, mesh.data_size):
             tokens_BT = torch.zeros(size, self.longest, dtype=torch.long)
             targets_BT = torch.full((size, self.longest), IGNORED)
             for place, row in enumerate(here):

@@ -19,6 +19,7 @@ from pretrain.conventions import IGNORED
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.training_data import BatchLoader, TrainingData, ValidationData
 from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.shards import own_passes
 from pretrain.errors import DataError
 from pretrain.optim.rules import model_is_mean
 from pretrain.parallel.strategy import Strategy
@@ -117,11 +118,8 @@ def validate(
     losses = torch.zeros(count, dtype=torch.float64)
     tokens = torch.zeros(count, dtype=torch.int64)
     problem: str | None = None
-    per_pass = rows * loader.data_size
     poll.begin()
-    for first in range(0, count, per_pass):
-        start = first + loader.data_rank * rows
-        here = range(min(start, count), min(start + rows, count))
+    for here in own_passes(count, rows, loader.data_rank, loader.data_size):
         try:
             inputs = loader.validation_inputs(source, np.array(here, dtype=np.int64), rows)
         except (DataError, OSError) as error:  # raised by all at the end: the others are in the same passes

@@ -44,7 +44,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
     moments: tuple[str, ...] = ()
     scales_gradients: bool = False
     gradient_factor: Tensor | None = None
-    grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     step_number: int = 0
 

@@ -72,8 +72,15 @@ class TensorAxis:
         """
         self.network = network
         targets, sources = Positions(self.group), Positions(self.group)
+
+        def note_lengths(network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+            targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
+            source_BS = arguments[1] if len(arguments) > 1 else named.get("source_BS")
+            if source_BS is not None:
+                sources.length = rows(source_BS.shape[1])
+
         network.rows_at_hand = targets.own
-        network.register_forward_pre_hook(partial(_note_lengths, rows, targets, sources), with_kwargs=True)
+        network.register_forward_pre_hook(note_lengths, with_kwargs=True)
         encoder = set(network.encoder.modules()) if hasattr(network, "encoder") else set()
         inner = {module.shared for module in network.modules() if isinstance(module, MixtureOfExperts)}
         biases = {module.table for module in network.modules() if isinstance(module, RelativeBias)}
@@ -189,20 +196,6 @@ class TensorAxis:
     def _look_up(self, positions: Positions, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         rows = LookUpPart.apply(table_VD, ids, dtype, first_row(len(table_VD), self.size, self.rank))
         return positions.scatter(rows) if ids.dim() > 1 else positions.scatter(rows[None])[0]
-
-
-def _note_lengths(
-    rows: Callable[[int], int],
-    targets: Positions,
-    sources: Positions,
-    network: nn.Module,
-    arguments: tuple,
-    named: dict[str, Any],
-) -> None:
-    targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
-    source_BS = arguments[1] if len(arguments) > 1 else named.get("source_BS")
-    if source_BS is not None:
-        sources.length = rows(source_BS.shape[1])
 
 
 class HeadShard:

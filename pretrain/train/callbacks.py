@@ -297,15 +297,14 @@ class KeepBest(Callback):
         for copy in files.complete_checkpoints(self.folder):
             step = files.step_of(copy)
             if not self.run.came_through(copy):
-                log.warning(
-                    "KeepBest: the run has left the time line of %s; set aside as %s",
-                    copy,
-                    files.set_aside(copy, "abandoned").name,
-                )
-            elif step not in self.values and (value := self._value_of(copy)) is not None:
-                self.values[step] = value
+                aside = files.set_aside(copy, "abandoned").name
+                log.warning("KeepBest: the run has left the time line of %s; set aside as %s", copy, aside)
             elif step not in self.values:
-                self.unknown.add(step)
+                value = self._value_of(copy)
+                if value is None:
+                    self.unknown.add(step)
+                else:
+                    self.values[step] = value
         if self.unknown:
             steps, metric = sorted(self.unknown), self.watched.metric
             log.warning(

@@ -118,9 +118,8 @@ def chosen_format(compute: str, device: torch.device, begun_in: str | None = Non
     if begun_in is not None:
         return FormatChoice(begun_in, "the run began in it")
     if device.type == "cuda":
-        return (
-            FormatChoice("bf16", "the GPU computes in it") if has_bf16(device) else FormatChoice("fp32", "the GPU has no bf16")
-        )
+        able = has_bf16(device)
+        return FormatChoice("bf16", "the GPU computes in it") if able else FormatChoice("fp32", "the GPU has no bf16")
     gain = measured_gain()
     if gain < LEAST_OF_FEW:  # a few products tell that they are slow, and not how slow
         return FormatChoice("fp32", "products in bf16 are far slower than in fp32 on this CPU")

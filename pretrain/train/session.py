@@ -113,10 +113,8 @@ def _other_devices(plan: Plan, device: torch.device) -> list[str]:
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
     if origin.resumed is None:
-        return [
-            f"would start at step 0{f' with the weights of {origin.weights.path}' if origin.weights else ''}",
-            *origin.lines,
-        ]
+        weights = f" with the weights of {origin.weights.path}" if origin.weights else ""
+        return [f"would start at step 0{weights}", *origin.lines]
     aside = [f"would set aside {path}" for path in (*origin.resumed.damaged, *origin.resumed.abandoned)]
     left = "" if origin.step < plan.config.run.steps else ", with no step left to train"
     return [
@@ -345,10 +343,9 @@ def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
 
 
 def _describe_stages(plan: Plan) -> list[str]:
-    layout = plan.layout
-    return (
-        [f"stages   {describe_stages(plan.config.parallel, _layer_costs(plan), layout.bubble)}"] if layout.pipeline > 1 else []
-    )
+    if plan.layout.pipeline == 1:
+        return []
+    return [f"stages   {describe_stages(plan.config.parallel, _layer_costs(plan), plan.layout.bubble)}"]
 
 
 def _describe_memory(plan: Plan) -> list[str]:

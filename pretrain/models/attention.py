@@ -215,7 +215,7 @@ _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not
 
 @torch.no_grad()
 def largest_score(q_BHTG: Tensor, k_BKSG: Tensor, mask: Mask | None, scale: float) -> Tensor:
-    """The largest score of a query and a key that it sees, a scalar: what the softmax is given, without soft-cap and biases. -inf if none sees any."""
+    """The largest score of a query and a key that it sees, a scalar; -inf if no query sees any. Soft-cap and biases are not in it."""
     batch, _, length, _ = q_BHTG.shape
     rows = max(1, SCORES_AT_ONCE // (batch * q_BHTG.shape[1] * k_BKSG.shape[2]))
     found = [q_BHTG.new_full((), -torch.inf)]

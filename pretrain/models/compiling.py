@@ -122,8 +122,8 @@ def _called(compiled: Callable, args: tuple, named: dict[str, Any]) -> Any:
 
 @functools.cache
 def look_at_the_cpu() -> None:
-    """Let torch find out which vector instructions the CPU has. It compiles a small program for each, and where a signal to all processes of a run
-    ends that compiler, it would take the CPU for one without, for as long as the process lives. So its programs get no signal.
+    """Let torch find out which vector instructions the CPU has. It compiles a small program for each. A signal to all processes of a run may end that
+    compiler. Then torch would believe, as long as the process lives, that the CPU lacks them. So these programs get no signal.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 

@@ -36,9 +36,11 @@ def every_row(x_BTX: Tensor) -> Tensor:
 
 
 class Dropout:
-    """Dropout of one forward pass. `keys_B`: an int64 per sample (`conventions.sample_keys`). `rate`: share of elements that become zero, rounded to
-    a multiple of 2^-16. `dim`: width of the hidden states. `steps_R`: of the positions of their rows (`position_steps`). `weights`: dropout of the
-    weights of attention, None where these are kept.
+    """Dropout of one forward pass.
+
+    `rate`: the share of elements that become zero, rounded to a multiple of 2^-16. `keys_B`: an int64 per sample (`conventions.sample_keys`).
+    `dim`: the width of the hidden states. `steps_R`: `position_steps` of the positions at hand. `weights`: dropout of the weights of attention,
+    None where these are kept.
     """
 
     def __init__(self, rate: float, keys_B: Tensor, dim: int, steps_R: Tensor, weights: DropoutOfWeights | None = None) -> None:

@@ -118,8 +118,8 @@ class Layer(nn.Module):
             x_BTD, lambda y: self.attention(y, None, mask, own, of_attention), self.attention_norm, dropout, "attention"
         )
         if self.cross is not None:
-            # As a view, so that the gradients of keys and values meet before those of other layers: bf16 sums depend on the order,
-            # and FSDP2, which takes a layer's inputs through a function of its own, adds a layer's gradients first.
+            # As a view, so that the gradients of keys and values meet before those of other layers. Sums in bf16 depend on the order. FSDP2
+            # adds a layer's gradients first, because it takes the layer's inputs through a function of its own.
             pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD.view_as(memory_BSD))
             if cache:
                 cache.cross = pair

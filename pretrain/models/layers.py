@@ -26,8 +26,8 @@ from pretrain.models.compiling import new_name
 
 
 def at_hand(module: nn.Module, name: str = "weight") -> Tensor:
-    """A matrix of a module for a product: the copy in the compute format that parallel/weight_copies.py has handed out, or else the stored one, which
-    the product casts. Modules list in `casts` what they ask for.
+    """A matrix of a module for a product: the copy in the compute format, if parallel/weight_copies.py has handed one out. Otherwise it is the stored
+    matrix, which the product casts. Modules list in `casts` what they ask for.
     """
     stored, copy = getattr(module, name), copy_at_hand(module, name)
     return stored if copy is None else _Copy.apply(stored, copy)

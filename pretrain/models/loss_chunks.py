@@ -55,7 +55,9 @@ def logit_chunks(
 
 
 def whole_chunk_size(tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions) -> int:
-    """How many of `tokens` tokens, in this format, have their logits of so many rows of the vocabulary at one time, where a chunk is computed at once."""
+    """How many of `tokens` tokens are in a chunk that is computed at once. Their activations are in this format, and a rank has logits for `vocabulary`
+    tokens.
+    """
     bytes_per_logit = 2 * dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 8
     return _chunk_size(tokens, _chunk_bytes(on_cpu, options) // (vocabulary * bytes_per_logit), on_cpu)
 

@@ -154,9 +154,9 @@ def _dense_mask(length: int, device: torch.device, numbers_BT: Tensor | None, wi
 def _block_mask(numbers_BT: Tensor, window: int) -> BlockMask:
     """What `create_block_mask` makes of the same rule, without going through all T^2 pairs.
 
-    Numbers do not fall along a sequence, so the first and the last one of each block of positions decide. A block of keys
-    matters to a later block of queries if it ends in the document in which that begins, and reaches into the window of its first
-    query. It needs no mask inside if both lie in one document altogether, and in the window of the last query.
+    Numbers do not fall along a sequence, so the first and the last one of each block of positions decide. A block of keys matters to a later
+    block of queries on two conditions: it ends in the document in which the queries begin, and it reaches into the window of the first query.
+    No mask is needed inside if both blocks lie in one document altogether, and the keys lie in the window of the last query.
     """
     length = numbers_BT.shape[1]
     # What is missing in the last block counts as a document of its own: such a block is never taken for a whole one.

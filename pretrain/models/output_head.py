@@ -71,7 +71,7 @@ class _FusedLosses(torch.autograd.Function):
     def backward(ctx, upstream_N, _):
         x_ND, weight_VD, table_VD, targets_N, weights_N = ctx.saved_tensors
         unit, ctx.unit = ctx.unit, None  # they may be scaled in place: a second backward computes them anew
-        # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
+        # An expanded tensor has one value throughout. That is known without a look at the values, for which the host would wait for a GPU.
         if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
             is_compiled = ctx.options.compiled and ctx.shard is None
             grad_x = _times(unit[0], upstream_N[:1], is_compiled)
@@ -113,8 +113,8 @@ def _losses_and_gradients(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
-    """Weighted losses and plain cross-entropies [N], and the gradients of the losses' sum with respect to x, in its format, and to the
-    weight's rows at hand, in fp32.
+    """Weighted losses and plain cross-entropies [N]; and two gradients of the losses' sum: that of x, in its format, and that of the weight's rows at
+    hand, in fp32.
     """
     dtype, weight_VD = loss_dtype(x_ND), (weight_VD if shard is None else shard.part(weight_VD)).to(x_ND.dtype)
     losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))

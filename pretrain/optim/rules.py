@@ -143,8 +143,8 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
 
 
 def check_groups(names: Iterable[str], config: Optim) -> None:
-    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs, for a group without effect,
-    and for groups that leave nothing to train.
+    """Raise ConfigError for a group of `optim.groups` that gets none of these names of trained parameters, for one without effect, and for groups
+    that leave nothing to train.
     """
     every = list(names)
     members = _members(every, config)

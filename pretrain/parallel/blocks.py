@@ -48,8 +48,8 @@ def prepare_blocks(network: nn.Module, config: Config, backend: str | Callable =
         compile_blocks(network, backend, options.activation_memory_budget)
         if recomputes:
             recompute(lambda unit: not is_one_graph(unit))
-            # Or else torch tries what it has compiled in the order of last use, and recomputes with another version than it ran forward, which
-            # saves other tensors: a CheckpointError (pytorch issue 166926).
+            # Otherwise torch tries what it has compiled in the order of last use. It may then recompute with another version than ran forward.
+            # That saves other tensors, which is a CheckpointError (pytorch issue 166926).
             torch._C._dynamo.eval_frame._set_lru_cache(False)
     if options.activation_offload:
         from pretrain.parallel.activation_offload import offload_activations

@@ -18,8 +18,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def extend(module: nn.Module, extension: type, **attributes: Any) -> None:
     """Make a module one of a subclass of its class, in which the methods of `extension` come first. They find the attributes on the module.
 
-    A function of its own for each module would do as well, but for compilation: torch compiles anew for every such function, and once for modules of one
-    class.
+    Modules could have functions of their own in place of a class. But torch compiles anew for every such function, and once for modules of one class.
     """
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -81,8 +81,10 @@ def _check_fp8(config: Config) -> None:
 
 
 def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
-    """`strategy`: what `parallel.strategy` has come to; all axes but `replicate` need fsdp. torch's gloo adds up and broadcasts tensors of a GPU. FSDP2's
-    first gather of them ended the process by a signal on an H200, and issue 152645 of pytorch is about another that does.
+    """Raise ConfigError for exchanges of a GPU's tensors that torch's gloo lacks: it only adds them up and broadcasts them.
+
+    `strategy`: what `parallel.strategy` has come to; all axes but `replicate` need fsdp. Its first gather ended the process by a signal on an H200,
+    and issue 152645 of pytorch is about another that does.
     """
     if config.parallel.backend != "gloo" or not on_gpu or strategy == "single":
         return

@@ -37,8 +37,9 @@ class Passed(NamedTuple):
 class Mail:
     """The messages of a step. Those that come in are asked for one action ahead, so that they travel while the rank computes.
 
-    `places`: when each rank computes what (pipeline_order.py); none if nothing is to be let go. What was sent is let go once its receiver is known to have it: a message that comes from there was
-    computed later. Else the hidden states of all micro-batches would be kept until the end of the step.
+    What was sent is let go once its receiver is known to have it: a message that comes from there was computed later. Otherwise the hidden states of
+    all micro-batches would be kept until the end of the step. `places`: when each rank computes what (pipeline_order.py); empty if nothing is
+    let go.
     """
 
     def __init__(self, axis: Stages, places: list[dict[Action, int]]) -> None:

@@ -84,8 +84,8 @@ def order(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[li
 
 
 def _one_stage(rank: int, micro_batches: int, first: int) -> list[Action]:
-    """So many forward passes first, then one forward and one backward in turns. torch 2.13's own list of 1f1b begins with micro-batch 1 on the
-    last rank, so it is not used.
+    """`first` forward passes, then one forward and one backward in turns. The list of torch 2.13 for 1f1b is not used: on the last rank it begins
+    with micro-batch 1.
     """
     first = min(first, micro_batches)
     actions = [Action(FORWARD, rank, number) for number in range(first)]
@@ -155,9 +155,11 @@ def describe_stages(parallel: Parallel, costs: list[float], share: float) -> str
 def bubble(actions: list[list[Action]]) -> float:
     """The share of time in which ranks wait for each other, if all stages cost the same and messages nothing.
 
-    Backward costs twice as much as forward, half of it for the gradients of weights. For P ranks and n micro-batches it is then
-    (P - 1) / (n + P - 1) with 1f1b, (P - 1) / (v n + P - 1) with v stages per rank (arXiv 2104.04473), and (P - 1) / (3 n + P - 1) with
-    zero_bubble, if n is at least P (arXiv 2401.10241).
+    Backward costs twice as much as forward, half of it for the gradients of weights. The share is then, for P ranks and n micro-batches:
+
+        1f1b             (P - 1) / (n + P - 1)
+        interleaved      (P - 1) / (v n + P - 1) with v stages per rank (arXiv 2104.04473)
+        zero_bubble      (P - 1) / (3 n + P - 1) if n is at least P (arXiv 2401.10241)
     """
     ranks, last = len(actions), max(action.stage for own in actions for action in own)
     ends: dict[Action, int] = {}

@@ -57,7 +57,8 @@ class DataAxes(Protocol):
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         """Put a meta-device network on this rank, give its parameters values with `fill`, return what to call.
 
-        `fill` draws every value by the name of its parameter, so all ranks get the same weights. The result has the network's forward, and the network itself keeps the plain parameter names.
+        `fill` draws every value by the name of its parameter, so all ranks get the same weights. The result has the network's forward, and the
+        network itself keeps the plain parameter names.
         """
 
     def micro_step(self, last: bool) -> AbstractContextManager:

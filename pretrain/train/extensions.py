@@ -1,4 +1,4 @@
-"""The callbacks and sinks that a script adds to a run, looked at before it starts: a slip in them would be silent, or a traceback hours later."""
+"""Checks, before a run starts, of the callbacks and sinks that a script adds to it. A slip in them would be silent, or a traceback hours later."""
 
 from __future__ import annotations
 

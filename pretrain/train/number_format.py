@@ -28,7 +28,7 @@ FEW = ((64, 256, 1024),)
 LEAST_GAIN = 1.2
 """bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
 LEAST_OF_FEW = 0.25
-"""Where products of a few tokens reach less than this in bf16, of their speed in fp32, the CPU has none: on one without AVX-512 it was 0.06 to 0.11."""
+"""A CPU has no products in bf16 where those of a few tokens reach less than this share of their speed in fp32. Without AVX-512 it was 0.06 to 0.11."""
 TURNS = 5
 LEAST_EPS = 1e-8
 """`optim.eps` of AdamW with moments in 8 bits must be at least this: their least root of a mean of squares is 4e-9."""

@@ -2,10 +2,12 @@
 
     DIR/.lock    JSON: process, host, a token of its own, how it is held; its owner touches it every 15 s
 
-With flock the system itself knows whether the owner lives. Without flock (Lustre without `-o flock`, some NFS) its signs of life
-tell. Some file systems keep a lock to one host, and nobody can see that (Lustre with `-o localflock`, NFS with `local_lock`, FUSE). So `auto` asks for signs of life
-where the owner is on another host, even if the lock is free. An owner on this host is gone if its process has ended. An owner on another host is watched for a minute. If a stopped owner
-was taken for gone and then continues, it finds another token and ends at once.
+With flock the system itself knows whether the owner lives. Without flock (Lustre without `-o flock`, some NFS) its signs of life tell. Some file
+systems keep a lock to one host, and nobody can see that (Lustre with `-o localflock`, NFS with `local_lock`, FUSE). So `auto` asks for signs of
+life where the owner is on another host, even if the lock is free.
+
+An owner on this host is gone if its process has ended. An owner on another host is watched for a minute. If a stopped owner was taken for gone and
+then continues, it finds another token and ends at once.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ class RunLock:
             self._wait_for_death()
 
     def _may_live(self, holder: Owner | None) -> bool:
-        """Whether this owner may live although the system gave us its lock: it is on a node without flock, or on a host whose locks are not known here."""
+        """Whether this owner may live although the system gave us its lock. It may be on a node without flock, or on a host whose locks are not
+        known here.
+        """
         return holder is not None and (holder.kind == "file" or (self.kind == "auto" and holder.where != _where()))
 
     def release(self) -> None:

@@ -19,6 +19,8 @@ _OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
 class _Own(Family):
+    """What the configuration of transformers says itself, in place of declarations."""
+
     def to_hf(self, model: Model) -> dict[str, Any]:
         return json.loads(model.hf_config)
 

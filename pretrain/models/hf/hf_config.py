@@ -269,8 +269,8 @@ def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
             )
 
 
-# Whole numbers that code counts up to, or makes a list or a table of, by the ends of their names: beyond any network, and within what
-# takes no second.
+# The most that some numbers may be, by the ends of their names: code counts up to them, or makes lists and tables of their size. These limits are
+# beyond any network, and what is made of them takes less than a second.
 _MOST = {
     ("layers", "n_layer"): 10_000,
     ("blocks", "experts", "heads", "n_head"): 100_000,
@@ -297,8 +297,8 @@ def _refuse_absurd(fields: Any, place: str, name: str = "") -> None:
         raise ConfigError(f"{place}: {clipped(name)}={fields} is not supported: expected a finite number")
 
 
-# What a number is at least, or above, and at most, by a pattern of its name: as for the same keys of our families, where transformers
-# itself needs no more.
+# Ranges of numbers, by a pattern of their names: the lower limit, whether it is included, and the upper limit. They are those of the same keys of
+# our families, unless transformers itself needs more.
 _RANGES = {
     r"(.*_)?(eps|epsilon)": (0.0, True, 1.0),
     r"(.*_)?theta|rotary_emb_base|rope_local_base_freq": (0.0, False, 1e12),

@@ -164,8 +164,8 @@ class HfModel(nn.Module):
         return any(home.get(module) != home.get(owner) for module, names in self.tied.items() for owner, _ in names.values())
 
     def _cut(self) -> dict[nn.Module, list[nn.Module]]:
-        """Modules with weights, by what runs them: a block, an embedding or head by itself (`units`), or this network, which has all
-        that is in no unit of FSDP2.
+        """Modules with weights, by what runs them: a block, or an embedding or head by itself (`units`). This network runs all that is in no unit
+        of FSDP2.
         """
         units = [(unit.modules[0], unit.apart) for unit in self.units()]
         cut = {module: list(module.modules()) for module, _ in units}

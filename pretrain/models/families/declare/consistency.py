@@ -1,4 +1,4 @@
-"""Slips in a family's file, found when it is loaded: its names are those of our keys, and fields that are read twice say what each key gets."""
+"""Finds slips in a family's file when it is loaded. Its names must be those of our keys, and a field that is read twice must say what each key gets."""
 
 from __future__ import annotations
 

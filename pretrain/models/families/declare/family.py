@@ -93,9 +93,9 @@ class Family:
     inert        fields without effect, besides INERT
     rope         how rotary positions are written; None: this family has none
     theta, local_theta, scaling
-                 the bases and the scaling that a config.json means which does not name them
-    balance      of families with experts, the router_aux_loss_coef that a config.json means which does not name it; None: transformers
-                 has no balancing loss there
+                 the bases and the scaling that hold where a config.json does not name them
+    balance      of families with experts, the router_aux_loss_coef that holds where a config.json does not name it; None: transformers has
+                 no balancing loss there
     aliases      other values of model_type that mean this family
     partial      transformers rotates a share of each head here; elsewhere it ignores the field
     refuse       says why transformers would not take a model
@@ -106,8 +106,9 @@ class Family:
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     masks        attention takes masks: of documents, windows, sinks
-    splits: its networks are made of our layers, which ranks can share (`parallel.tensor`, `parallel.context`)
-    keeps_results: no block changes the result of a projection in place, so that it can be stored for backward
+    splits       its networks are made of our layers, which ranks can share (`parallel.tensor`, `parallel.context`)
+    keeps_results
+                 no block changes the result of a projection in place, so that it can be stored for backward
     packages     packages beside torch that compute it, which ranks must have in one version
     """
 

@@ -99,7 +99,9 @@ def read_questions(file: Path, tokenizer: Tokenizer, first: int) -> list[Questio
         try:
             said = json.loads(line)
             question, choices, answer = said["question"], said["choices"], said["answer"]
-            good = isinstance(question, str) and len(choices) > 1 and all(choices) and 0 <= answer < len(choices)
+            # The letters of a text would be choices too, and true a number.
+            good = isinstance(question, str) and isinstance(choices, list) and type(answer) is int
+            good = good and len(choices) > 1 and all(choices) and 0 <= answer < len(choices)
             texts = [" " + choice for choice in choices]
         except (ValueError, TypeError, KeyError, RecursionError):
             good = False

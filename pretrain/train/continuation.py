@@ -152,11 +152,6 @@ class Continuation:
             with self.ranks.part("removal of older checkpoints", storage=True):
                 self._removal.join()
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save has begun that is not finished, on all ranks alike."""
-        return self._saving is not None
-
     def finish_save(self) -> int | None:
         """Make the checkpoint that was begun visible, on all ranks together. Return its step, or None if none was begun.
 

@@ -243,7 +243,7 @@ class Trainer:
                 self._save_before_end(verdict.problem, poll)
                 raise verdict.problem
             agreed = verdict.wishes
-            if self.continuation.is_saving and not agreed.writes:
+            if not agreed.writes:
                 self._finish_save()
             if agreed.stop or agreed.save or agreed.end:
                 self._settle_ahead(poll)

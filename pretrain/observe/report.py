@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pretrain.errors import DataError, install_command
-from pretrain.observe.metrics import METRICS_FILE, read_metrics, shown_number
+from pretrain.observe.metrics import shown_number
+from pretrain.observe.run_story import read_story
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    if not (run / METRICS_FILE).is_file():
-        raise DataError(f"{run / METRICS_FILE}: missing; {run} is not the directory of a run that has logged a step")
-    # A skipped step has no loss.
-    records = [record for record in read_metrics(run) if record.get("loss") is not None]
-    if not records:
-        raise DataError(f"{run / METRICS_FILE}: no step was logged yet")
-    return records
+    """The log lines that count, without those of skipped steps, which have no loss."""
+    return [record for record in read_story(run).records if record.get("loss") is not None]
 
 
 def summary(run: Path) -> str:
@@ -54,16 +51,22 @@ def _smoothed(values: list[float]) -> list[float]:
 COLOURS = ("#3b6ea5", "#d1662f", "#4f8f4f", "#8a5fa8", "#a0802c", "#5b5b5b")
 
 
-def draw(runs: list[Path], output: Path) -> None:
-    """Loss curves over tokens as a picture. A single run also shows its single steps; several runs have a colour each."""
+def pyplot_for_files() -> ModuleType:
+    """matplotlib's pyplot, set up to draw into files. Raises DataError where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
         raise DataError(f"drawing needs matplotlib, which is not installed; run {install_command('plot')}") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a name with two $ is a name
     from matplotlib import pyplot
 
-    matplotlib.rcParams["text.parse_math"] = False  # a name with two $ is a name
+    return pyplot
+
+
+def draw(runs: list[Path], output: Path) -> None:
+    """Loss curves over tokens as a picture. A single run also shows its single steps; several runs have a colour each."""
+    pyplot = pyplot_for_files()
     figure, axes = pyplot.subplots(figsize=(7.2, 4.0), dpi=120, layout="constrained")
     for run, colour in zip(runs, itertools.cycle(COLOURS)):
         records, prefix = _records(run), "" if len(runs) == 1 else f"{run.name}, "

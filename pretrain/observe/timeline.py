@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import DataError, install_command, reason_of
+from pretrain.errors import DataError, reason_of
 from pretrain.observe.profile_time import COMMUNICATION, LOSS, spent
+from pretrain.observe.report import pyplot_for_files
 
 COLOURS = {
     "forward and backward": "#8fb3d9",
@@ -89,13 +90,7 @@ def _add(stretches: list[tuple[float, float]], begin: float, end: float) -> None
 
 def draw_timelines(steps: list[tuple[str, list[RankTime]]], output: Path) -> None:
     """Draw steps, each with its title, below each other on one scale. Raises DataError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise DataError(f"drawing needs matplotlib, which is not installed; run {install_command('plot')}") from error
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # a title with two $ is a title
-    from matplotlib import pyplot
+    pyplot = pyplot_for_files()
     from matplotlib.patches import Patch
 
     lanes = [len(ranks) for _, ranks in steps]

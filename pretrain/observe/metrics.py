@@ -305,6 +305,11 @@ def shown_number(value: float | None, form: str) -> str:
     return "not finite" if value is None else f"{value:{form}}"
 
 
+def number_or_dash(value: float | None, form: str) -> str:
+    """A number of a record for people; `-` if it is unknown."""
+    return "-" if value is None else f"{value:{form}}"
+
+
 def duration(seconds: float | None) -> str:
     """A time as a person writes it; `-` if it is unknown."""
     if seconds is None or not math.isfinite(seconds):

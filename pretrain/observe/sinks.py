@@ -13,7 +13,7 @@ from pathlib import Path
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.observe.logs import PASSING, Tolerated, finish_line
-from pretrain.observe.metrics import FIRST_EXPONENT, METRICS_FILE, StepRecord, duration
+from pretrain.observe.metrics import FIRST_EXPONENT, METRICS_FILE, StepRecord, duration, number_or_dash
 from pretrain.storage import append_line, plain
 
 log = logging.getLogger(__name__)
@@ -190,10 +190,10 @@ def progress_line(record: StepRecord, steps: int) -> str:
     """A step for the console; `steps`: the number of steps of the whole run."""
     parts = [
         f"step {record.step:>{len(str(steps))}}/{steps}",
-        f"loss {_number(record.loss, '.4f')}",
-        *([f"objective {_number(record.objective, '.4f')}"] if record.objective is not None else []),
-        f"grad {_number(record.grad_norm, '.3f')}",
-        f"lr {_number(record.lr, '.2e')}",
+        f"loss {number_or_dash(record.loss, '.4f')}",
+        *([f"objective {number_or_dash(record.objective, '.4f')}"] if record.objective is not None else []),
+        f"grad {number_or_dash(record.grad_norm, '.3f')}",
+        f"lr {number_or_dash(record.lr, '.2e')}",
         f"{_short(record.tokens_per_second)} tok/s",
     ]
     if record.mfu is not None:
@@ -212,10 +212,6 @@ def evaluation_parts(record: StepRecord) -> list[str]:
             f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"
         )
     return [*parts, *(f"{name} {value:.4g}" for name, value in (record.evaluation or {}).items())]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def _short(number: float | None) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pretrain.errors import DataError
 from pretrain.observe.followed_log import EVALUATED, FollowedLog
-from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, shown_number
+from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, number_or_dash, read_lines, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
 from pretrain.observe.run_story import unix_seconds
 from pretrain.observe.watch_ranks import rank_parts
@@ -27,6 +27,7 @@ BARS = "▁▂▃▄▅▆▇█"
 EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")
 EVENT_BYTES = 1 << 16
 """The end of a rank's log that is looked through for warnings."""
+MOST_EVENTS = 6
 MOST_LOGS = 64
 """Logs that are looked through: those that were written to last. A thousand would be read every few seconds."""
 SILENT_LINES = 20
@@ -57,7 +58,7 @@ def page(run: Path, width: int, height: int | None = None, log: FollowedLog | No
     log.look()
     steps = start["config"]["run"]["steps"]
     above = [_headline(status, log), _bar(status.get("step", 0), steps, width)]
-    below = [*(rank_parts(ranks, width) if status.get("state", "starting") in LIVE_STATES else ()), _place(status, start, run)]
+    below = [*(rank_parts(ranks, width) if status.get("state", "starting") in LIVE_STATES else ()), _place(status, starts, run)]
     below += _events(run)
     numbers = []
     if log.last is not None:
@@ -113,21 +114,21 @@ def _numbers(log: FollowedLog, start: dict[str, Any], width: int, rows: int | No
         for name, value in (measured or {field: {}})[field].items():
             evaluated[f"{field.replace('_', ' ')} {name}"] = f"{shown_number(value, '.4f')} at step {measured['step']:,}"
     cells = {
-        "loss": _form(last.get("loss"), ".4f"),
+        "loss": number_or_dash(last.get("loss"), ".4f"),
         "time left": duration(last.get("seconds_left")),
         **evaluated,
-        "gradient norm": _form(last.get("grad_norm"), ".3f"),
-        "learning rate": _form(last.get("lr"), ".2e"),
-        "tokens/s": _form(last.get("tokens_per_second"), ",.0f"),
-        "tokens/s and rank": _form(rank_speed or None, ",.0f"),
-        "seconds a step": _form(last.get("step_seconds"), ".3f"),
-        "waiting for data": _form(last.get("data_wait"), ".1%"),
-        "MFU": _form(last.get("mfu"), ".1%"),
-        "steps skipped": _form(last.get("skipped"), ","),
-        "device hours": _form(last.get("device_hours"), ",.4g"),
-        "of them in steps that count": _form(last.get("goodput"), ".1%"),
-        "watts": _form(last.get("watts"), ",.0f"),
-        "cost": _form(last.get("cost"), ",.2f"),
+        "gradient norm": number_or_dash(last.get("grad_norm"), ".3f"),
+        "learning rate": number_or_dash(last.get("lr"), ".2e"),
+        "tokens/s": number_or_dash(last.get("tokens_per_second"), ",.0f"),
+        "tokens/s and rank": number_or_dash(rank_speed or None, ",.0f"),
+        "seconds a step": number_or_dash(last.get("step_seconds"), ".3f"),
+        "waiting for data": number_or_dash(last.get("data_wait"), ".1%"),
+        "MFU": number_or_dash(last.get("mfu"), ".1%"),
+        "steps skipped": number_or_dash(last.get("skipped"), ","),
+        "device hours": number_or_dash(last.get("device_hours"), ",.4g"),
+        "of them in steps that count": number_or_dash(last.get("goodput"), ".1%"),
+        "watts": number_or_dash(last.get("watts"), ",.0f"),
+        "cost": number_or_dash(last.get("cost"), ",.2f"),
     }
     shown = [(name, value) for name, value in cells.items() if value != "-"]
     if rows is not None:
@@ -135,10 +136,6 @@ def _numbers(log: FollowedLog, start: dict[str, Any], width: int, rows: int | No
     for first in range(0, len(shown), pairs):
         table.add_row(*(part for name, value in shown[first : first + pairs] for part in (Text(name, style="dim"), value)))
     return table
-
-
-def _form(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def _curve(log: FollowedLog, width: int) -> Text:
@@ -154,20 +151,16 @@ def _curve(log: FollowedLog, width: int) -> Text:
     return Text.assemble(("loss ", "dim"), f"{means[0]:.3f} ", (bars, "cyan"), f" {means[-1]:.3f}")
 
 
-def _place(status: dict[str, Any], start: dict[str, Any], run: Path) -> Text:
+def _place(status: dict[str, Any], starts: list[dict[str, Any]], run: Path) -> Text:
     saved = status.get("checkpoint")
     stamp = run / "checkpoints" / saved / "manifest.json" if saved else None
     age = f", {duration(time.time() - stamp.stat().st_mtime)} ago" if stamp and stamp.is_file() else ""
-    strategy = start["config"]["parallel"]["strategy"]
-    where = f"{start.get('world_size', '?')} ranks ({strategy}), main rank on {status.get('host', '?')}, process {status.get('pid', '?')}"
-    return Text(f"last checkpoint {saved or 'none'}{age}; {where}; start {_count_starts(run)}", style="dim")
+    strategy = starts[-1]["config"]["parallel"]["strategy"]
+    where = f"{starts[-1].get('world_size', '?')} ranks ({strategy}), main rank on {status.get('host', '?')}, process {status.get('pid', '?')}"
+    return Text(f"last checkpoint {saved or 'none'}{age}; {where}; start {len(starts)}", style="dim")
 
 
-def _count_starts(run: Path) -> int:
-    return sum(1 for _ in read_lines(run / STARTS_FILE))
-
-
-def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
+def _events(run: Path) -> Iterable[RenderableType]:
     """The newest warnings and errors in the logs that were written to last. Late and lost ranks are among them: the main rank names them."""
     found = []
     states = {log: log.stat() for log in (run / "logs").glob("rank-*.log")}
@@ -175,6 +168,6 @@ def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
         with log.open("rb") as file:
             file.seek(max(0, states[log].st_size - EVENT_BYTES))
             found += [match for line in file.read().decode("utf-8", "replace").splitlines() if (match := EVENT.match(line))]
-    for match in sorted(found, key=lambda event: event["time"])[-most:]:
+    for match in sorted(found, key=lambda event: event["time"])[-MOST_EVENTS:]:
         colour = "yellow" if match["level"] == "WARNING" else "red"
         yield Text.assemble((f"{match['time'][:19]} rank {match['rank']} ", "dim"), (match["text"][:400], colour))

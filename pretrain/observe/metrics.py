@@ -323,16 +323,23 @@ class Window:
     """Wall-clock time since the last report. It includes validation, saving and everything else that is not a step."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._steps = self._tokens = 0
-        self._computed = self._waited = self._flops = 0.0
         self._all_steps, self._after_first, self._timed = 0, 0.0, 0.0
+        self._begin(time.monotonic())
+
+    def _begin(self, now: float) -> None:
+        self._started, self._steps = now, 0
+        self.tokens, self.computed = 0, 0.0
+        """Target tokens, and seconds in steps, since the last report."""
+        self._waited = self._flops = 0.0
 
     def add(self, computed: float, waited: float, tokens: int, flops: float = 0.0) -> None:
         """Add a step: the seconds that it computed, the seconds that its batches were waited for before, its target tokens, and the model's FLOPs."""
-        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-        self._computed, self._waited, self._flops = self._computed + computed, self._waited + waited, self._flops + flops
+        self._steps += 1
         self._all_steps += 1
+        self.tokens += tokens
+        self.computed += computed
+        self._waited += waited
+        self._flops += flops
         if self._all_steps == 1:
             self._after_first = time.monotonic()
 
@@ -341,36 +348,26 @@ class Window:
         """Since the last report."""
         return time.monotonic() - self._started
 
-    @property
-    def tokens(self) -> int:
-        """Target tokens since the last report."""
-        return self._tokens
-
     def take(self) -> dict[str, float]:
         """The numbers about speed in docs/metrics.md. The window then starts anew."""
         now = time.monotonic()
         seconds = now - self._started
         speed = {
-            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second": self.tokens / seconds,
             "seconds": seconds / self._steps,
-            "step_tokens_per_second": self._tokens / self._computed,
-            "step_seconds": self._computed / self._steps,
+            "step_tokens_per_second": self.tokens / self.computed,
+            "step_seconds": self.computed / self._steps,
             "data_wait": self._waited / seconds,
         }
         # The first step of a start compiles and warms up. Later ones show how long steps take, with their share of all else.
         self._timed = now - self._after_first if self.left_out else seconds
-        self._started, self._steps, self._tokens, self._computed, self._waited, self._flops = now, 0, 0, 0.0, 0.0, 0.0
+        self._begin(now)
         return speed
-
-    @property
-    def computed(self) -> float:
-        """Seconds in steps since the last report."""
-        return self._computed
 
     @property
     def flops_per_second(self) -> float:
         """Over the seconds in steps since the last report."""
-        return self._flops / self._computed
+        return self._flops / self.computed
 
     @property
     def left_out(self) -> int:

@@ -34,7 +34,7 @@ from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
-from pretrain.storage import copy_tree, flush, make_directory, plain, sha256_of
+from pretrain.storage import copy_tree, flush, make_directory, plain
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ def _commit(
             )
     files.write_json(writing / files.MANIFEST, {"format": files.FORMAT, "version": files.VERSION, "files": hashes})
     flush(writing)
-    manifest = sha256_of(writing / files.MANIFEST)
+    manifest = files.manifest_hash(writing)
     if aside := files.put_in_place(writing, target):
         log.warning("%s was there already, of a time line that this run has left; it is now %s", target, aside.name)
     return manifest

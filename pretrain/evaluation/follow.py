@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError, DataError, UnreadableError
 from pretrain.observe.metrics import EVALUATIONS_FILE, STARTS_FILE, read_lines
 from pretrain.observe.run_story import unix_seconds
 from pretrain.storage import append_line, plain, read_object
@@ -76,6 +75,6 @@ def follow(
 def _identity(checkpoint: Path) -> str | None:
     """The sha256 of the manifest, which names every file with its own; None if the checkpoint is gone."""
     try:
-        return hashlib.sha256((checkpoint / files.MANIFEST).read_bytes()).hexdigest()
-    except OSError:
+        return files.manifest_hash(checkpoint)
+    except UnreadableError:
         return None

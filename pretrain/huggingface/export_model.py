@@ -28,17 +28,16 @@ from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
-from pretrain.huggingface.open_model import GENERATION_FILE, named_ends
+from pretrain.huggingface.open_model import GENERATION_FILE, MODEL_DTYPES, named_ends
 from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
 from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.other_readers import reader_notes
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry
 from pretrain.progress import ByteProgress
-from pretrain.storage import refuse_existing, sha256_of, staged_directory
+from pretrain.storage import refuse_existing, staged_directory
 
 SHARD_BYTES = 5 * 10**9
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECORD = "pretrain_export.json"
 SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: that is the question.\n")
 
@@ -78,7 +77,7 @@ def export(
     model = files.model_of(checkpoint, state)
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
-    source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype], averaged)
+    source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], averaged)
     added = _added_tokens(tokenizer, state)
     padding = _padding(model, tokenizer, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
@@ -101,7 +100,7 @@ def write_description(
     Returns config.json and what users of the export should know. `added`: special tokens beyond the tokenizer's. Raises ConfigError or
     DataError where transformers would read something else than was trained.
     """
-    family, number_format = family_of(model.family), str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
+    family, number_format = family_of(model.family), str(MODEL_DTYPES[dtype]).removeprefix("torch.")
     # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
     config = family.to_hf(model) | {"dtype": number_format, "torch_dtype": number_format}
     notes = reader_notes(family, model)
@@ -260,7 +259,7 @@ def _record(
     return {
         "source": {
             "checkpoint": source.checkpoint.resolve().name,
-            "manifest_sha256": sha256_of(source.checkpoint / files.MANIFEST),
+            "manifest_sha256": files.manifest_hash(source.checkpoint),
             **{name: state.get(name) for name in ("step", "samples", "tokens", "layout")},
             "weights": "ema" if source.averaged else "model",
         },

@@ -18,7 +18,7 @@ from launch_pool import _free_port
 
 from pretrain.config.schema import Config
 from pretrain.distributed import agent
-from pretrain.distributed.agent import look_at
+from pretrain.distributed.agent import Gathering
 from pretrain.distributed.launcher import check_launcher
 from pretrain.errors import LaunchError
 
@@ -457,11 +457,11 @@ def test_two_reasons_to_end_are_one_line(monkeypatch, capsys):
     """On a busy machine the watch came to its limit while torchrun's was being told: two lines."""
     monkeypatch.setattr(agent, "_spoken", threading.Event())
     monkeypatch.setattr(agent, "_has_processes", lambda: False)  # pytest may have some: the ranks kept alive between tests
-    monkeypatch.setattr(agent, "look_at", lambda endpoint, alone: "is there")
+    monkeypatch.setattr(Gathering, "state", lambda self: "is there")
     monkeypatch.setattr(agent.os, "_exit", sys.exit)
     assert agent._fail("torchrun's limit") == 1
     with pytest.raises(SystemExit, match="1"):
-        agent._Watch("127.0.0.1:1", "2 nodes at 127.0.0.1:1", -agent._GRACE_SECONDS, False).run()
+        agent._Watch(Gathering("2", "127.0.0.1:1", -agent._GRACE_SECONDS)).run()
     assert capsys.readouterr().err == "error: torchrun's limit\n"
 
 
@@ -469,8 +469,8 @@ def test_one_node_whose_port_is_taken_is_not_told_to_start_others():
     """F13: NODES=1 said "start the other nodes"."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        assert look_at(endpoint, alone=True) == f"another program has {endpoint}; choose another port in HEAD"
-        assert "start the other nodes" in look_at(endpoint)
+        assert Gathering("1", endpoint, 600).state() == f"another program has {endpoint}; choose another port in HEAD"
+        assert "start the other nodes" in Gathering("2", endpoint, 600).state()
 
 
 def test_a_head_whose_port_another_program_has_says_so(tmp_path):

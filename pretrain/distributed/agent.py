@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,14 +49,12 @@ def main(arguments: list[str]) -> int:
     options = parse_args(arguments)
     if options.log_dir is None and options.redirects == options.tee == "0":
         options.log_dir = os.devnull  # or torch leaves an empty folder in the temporary directory at each start
-    limit = join_seconds(options.rdzv_conf)
-    alone = str(options.nnodes) in ("1", "1:1")
-    where = f"{'1 node' if alone else f'{options.nnodes} nodes'} at {options.rdzv_endpoint}"
+    gathering = Gathering(str(options.nnodes), options.rdzv_endpoint, join_seconds(options.rdzv_conf))
     status = _Status(options.training_script_args)
     _wait_for_nobody_once(status.is_stopped)
-    _Watch(options.rdzv_endpoint, where, limit, alone).start()
+    _Watch(gathering).start()
     try:
-        problem = _run(options, where, limit, alone)
+        problem = _run(options, gathering)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> int:
     return 0 if problem is None else _fail(problem)
 
 
-def _run(options: argparse.Namespace, where: str, limit: float, alone: bool) -> str | None:
+def _run(options: argparse.Namespace, gathering: Gathering) -> str | None:
     """Run torchrun. Returns why it ended, or None if its processes have ended well. Raises ChildFailedError."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
@@ -76,13 +75,13 @@ def _run(options: argparse.Namespace, where: str, limit: float, alone: bool) -> 
     except SignalException as error:
         return f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved"
     except RendezvousClosedError:
-        return f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all"
+        return f"the rendezvous of {gathering.where} is closed: the run has ended on the other nodes; start it again on all"
     except RendezvousConnectionError as error:
         if "is_host=1" in options.rdzv_conf:
             return f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
-        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})"
+        return f"{gathering.failure()} ({error})"
     except RendezvousError:
-        return f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}"
+        return gathering.failure()
     return None
 
 
@@ -102,28 +101,44 @@ def join_seconds(configuration: str) -> float:
     return float(pairs.get("join_timeout", 600))
 
 
-def missing(where: str, limit: float) -> str:
-    """The error when the nodes do not gather."""
-    return f"{where} did not gather within {limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}"
+@dataclass(frozen=True)
+class Gathering:
+    """What the agents of a run wait for: `nodes` of them, as torchrun is told, at `endpoint` within `limit` seconds."""
 
+    nodes: str
+    endpoint: str
+    limit: float
 
-def look_at(endpoint: str, alone: bool = False) -> str:
-    """The state of the meeting point as an agent sees it, and the remedy. `alone`: the run has one node."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
-    except socket.gaierror as error:
-        return f"{host} cannot be resolved ({error.strerror}); set HEAD to the head node"
-    except ConnectionRefusedError:
-        return f"nobody listens at {endpoint}; start the head node, or set HEAD to it on every node"
-    except (OSError, ValueError) as error:
-        return f"{endpoint} does not answer ({error}); look at the network, or set HEAD to the head node"
-    if alone:
-        return f"another program has {endpoint}; choose another port in HEAD"
-    return (
-        f"{endpoint} is there; start the other nodes, with the same NODES, HEAD and RUN_ID on all, or choose another port if another "
-        "program has this one"
-    )
+    @property
+    def alone(self) -> bool:
+        return self.nodes in ("1", "1:1")
+
+    @property
+    def where(self) -> str:
+        return f"{'1 node' if self.alone else f'{self.nodes} nodes'} at {self.endpoint}"
+
+    def failure(self) -> str:
+        """The error when the nodes do not gather."""
+        return f"{self.where} did not gather within {self.limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}: {self.state()}"
+
+    def state(self) -> str:
+        """The state of the meeting point as this agent sees it, and the remedy."""
+        endpoint = self.endpoint
+        host, _, port = endpoint.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+        except socket.gaierror as error:
+            return f"{host} cannot be resolved ({error.strerror}); set HEAD to the head node"
+        except ConnectionRefusedError:
+            return f"nobody listens at {endpoint}; start the head node, or set HEAD to it on every node"
+        except (OSError, ValueError) as error:
+            return f"{endpoint} does not answer ({error}); look at the network, or set HEAD to the head node"
+        if self.alone:
+            return f"another program has {endpoint}; choose another port in HEAD"
+        return (
+            f"{endpoint} is there; start the other nodes, with the same NODES, HEAD and RUN_ID on all, or choose another port if another "
+            "program has this one"
+        )
 
 
 class _Status:
@@ -163,26 +178,26 @@ def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
 class _Watch(threading.Thread):
     """Reports while this host has no processes of the run. Ends torchrun if its own limit does not work."""
 
-    def __init__(self, endpoint: str, where: str, limit: float, alone: bool) -> None:
+    def __init__(self, gathering: Gathering) -> None:
         super().__init__(name="words", daemon=True)
-        self.endpoint, self.where, self.limit, self.alone = endpoint, where, limit, alone
+        self.gathering = gathering
 
     def run(self) -> None:
-        since, word = time.monotonic(), FIRST_WORD_SECONDS
+        gathering, since, word = self.gathering, time.monotonic(), FIRST_WORD_SECONDS
         while True:
             time.sleep(0.5)
             now = time.monotonic()
             if _has_processes():
                 since, word = now, FIRST_WORD_SECONDS
-            elif now - since > self.limit + _GRACE_SECONDS:
+            elif now - since > gathering.limit + _GRACE_SECONDS:
                 # If another program than torchrun's store listens there, torch waits for its answer forever.
-                _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint, self.alone)}")
+                _fail(gathering.failure())
                 os._exit(1)
             elif now - since > word:
                 word = now - since + min(now - since, _MOST_APART)
                 say(
-                    f"{socket.gethostname()} waits for {self.where} ({now - since:.0f} of {self.limit:g} s, JOIN_SECONDS): "
-                    f"{look_at(self.endpoint, self.alone)}"
+                    f"{socket.gethostname()} waits for {gathering.where} ({now - since:.0f} of {gathering.limit:g} s, JOIN_SECONDS): "
+                    f"{gathering.state()}"
                 )
 
 

@@ -54,9 +54,9 @@ def choose_checkpoint(
     run_directory: Path,
     resume: str,
     ranks: Ranks,
-    saved_last: Callable[[], str | None] = lambda: None,
-    named_before: Callable[[Path], bool] = lambda path: False,
-    content: bool = True,
+    saved_last: Callable[[], str | None],
+    named_before: Callable[[Path], bool],
+    content: bool,
 ) -> Choice | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
@@ -75,7 +75,7 @@ def choose_checkpoint(
     return _choose_intact(found, folder, ranks, content) if found.paths else None
 
 
-def choose_weights(path: Path, ranks: Ranks, content: bool = True) -> Choice:
+def choose_weights(path: Path, ranks: Ranks, content: bool) -> Choice:
     """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
     found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path, "run.init_from"))))
     return _choose_intact(found, None, ranks, content)

@@ -39,6 +39,10 @@ TELL_SECONDS = 10.0
 _LINGER_SECONDS = 2.0  # how long the main rank stays at the end, after the switchboard has sent its last messages
 
 
+class _NotYet(ValueError):
+    """torchrun's store does not say yet where the main rank listens."""
+
+
 class Meeting:
     """The control plane of one process: the connection to the switchboard, and in the main rank's process the switchboard itself.
 
@@ -126,7 +130,7 @@ class Meeting:
             except OSError as error:
                 problem = error
                 continue
-            self._problem = self._words_of(ValueError("says nothing so far"))
+            self._problem = self._words_of(ValueError())  # as long as it says nothing
             self._main_address = channel.connection.getpeername()[0]
             try:
                 return channel, hello(channel, self.rank, self.world_size, self._token)
@@ -145,14 +149,14 @@ class Meeting:
         if self.store is None:
             self.store = self.point.agent_store()
         if not self.store.check(["switchboard"]):
-            raise ValueError("rank 0 has not come")
+            raise _NotYet("rank 0 has not come")
         found = json.loads(self.store.get("switchboard"))
         self._token = found["token"]
         return [(address, found["port"]) for address in found["addresses"]]
 
     def _words_of(self, error: Exception) -> str:
         where = self.point.name
-        if str(error) == "rank 0 has not come":
+        if isinstance(error, _NotYet):
             return str(error)
         if isinstance(error, socket.gaierror):
             return f"MASTER_ADDR={self.point.host} cannot be resolved ({error.strerror})"

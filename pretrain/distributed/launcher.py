@@ -23,6 +23,10 @@ from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
 from pretrain.errors import LaunchError
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+CONNECT_SECONDS = 5.0
 _TRUE = {"1", "true", "yes", "on"}
 
 # Launchers that start several tasks and set no RANK: the variable with their number, and the launcher's name. SLURM_NTASKS is not
@@ -250,12 +254,6 @@ _RULES: dict[str, Rule] = {
     "PARALLELISM_CONFIG_CP_SIZE": _size("context"),
     "PARALLELISM_CONFIG_SP_SIZE": _size("context"),
 }
-
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)

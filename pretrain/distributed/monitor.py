@@ -169,16 +169,12 @@ class Monitor(threading.Thread):
         self._channel = channel
         self._poke()
 
-    def send(self, kind: str, **values: Any) -> bool:
-        """Send a message to the switchboard; return whether it could be sent."""
-        channel = self._channel
-        if channel is None:
-            return False
-        try:
-            channel.send(kind, **values)
-        except OSError:  # the thread notices, and looks for the switchboard
-            return False
-        return True
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a message to the switchboard, if there is a connection."""
+        channel = self._channel  # the thread may set it to None meanwhile
+        if channel is not None:
+            with contextlib.suppress(OSError):  # the thread notices, and looks for the switchboard
+                channel.send(kind, **values)
 
     def keep_record(self, folder: Path, on_end: Callable[[str], None]) -> None:
         """Set the directory of this rank's log. `on_end` records the line if this thread has to end the process."""
@@ -276,7 +272,6 @@ class Monitor(threading.Thread):
 
     def _find_switchboard_again(self) -> None:
         """Look for the switchboard once a second. If only the connection broke, nothing is lost; else its process has ended."""
-        line = f"{self.main_rank} is gone without a word (killed?)"
         if self._reconnect is not None and not self._closed:
             try:
                 self._channel = self._reconnect()
@@ -287,7 +282,7 @@ class Monitor(threading.Thread):
                     self._doom = None
                     self._judged.clear()
                 return
-        self._expect_end(line, SWITCHBOARD)
+        self._expect_end(f"{self.main_rank} is gone without a word (killed?)", SWITCHBOARD)
         self._judged.set()
 
     def _expect_end(self, line: str, of: int | None = None) -> None:

@@ -182,10 +182,7 @@ class Ranks:
             problem = type(error), str(error)
         except OSError as error:
             problem = kind, reason_of(error)
-        for rank, found in enumerate(self.gather(name, problem)):
-            if found:
-                kind, text = found
-                raise kind(text if self.world_size == 1 or text.startswith("rank ") else f"rank {rank}: {text}")
+        self._raise_first(name, problem)
         return result
 
     def on_main(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
@@ -198,9 +195,13 @@ class Ranks:
 
     def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
         """Raise `kind` on every rank if any rank has a problem; the message names the first one's rank."""
-        for rank, text in enumerate(self.gather(name, problem)):
-            if text:
-                raise kind(text if self.world_size == 1 else f"rank {rank}: {text}")
+        self._raise_first(name, problem and (kind, problem))
+
+    def _raise_first(self, name: str, problem: tuple[type[UserError], str] | None) -> None:
+        for rank, found in enumerate(self.gather(name, problem)):
+            if found:
+                kind, text = found
+                raise kind(text if self.world_size == 1 or text.startswith("rank ") else f"rank {rank}: {text}")
 
     def barrier(self, name: str) -> None:
         """Wait for every rank."""

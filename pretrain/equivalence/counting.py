@@ -12,8 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.parallel.traffic import EXCHANGE, GATHER, RECEIVE, REDUCE, SCATTER, SEND
 
-_NAMES = (("gather", GATHER), ("reduce_scatter", SCATTER), ("reduce", REDUCE), ("all_to_all", EXCHANGE), ("alltoall", EXCHANGE),
-          ("send", SEND), ("recv", RECEIVE))  # fmt: skip
+_NAMES = {
+    "reduce_scatter": SCATTER,
+    "reduce": REDUCE,
+    "gather": GATHER,
+    "all_to_all": EXCHANGE,
+    "alltoall": EXCHANGE,
+    "send": SEND,
+    "recv": RECEIVE,
+}
+"""Kinds by a part of the operator's name. The first that fits counts."""
 
 
 class CountCollectives(TorchDispatchMode):
@@ -42,8 +50,7 @@ def kind_of(operator: str) -> str | None:
     if "barrier" in operator or "wait" in operator:
         return None
     plain = operator.replace("allreduce", "reduce")
-    order_of_search = sorted(_NAMES, key=lambda entry: -len(entry[0]))
-    return next((kind for part, kind in order_of_search if part in plain), operator.strip("_"))
+    return next((kind for part, kind in _NAMES.items() if part in plain), operator.strip("_"))
 
 
 def _bytes_sent(kind: str, args: tuple) -> float:

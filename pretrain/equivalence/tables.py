@@ -73,14 +73,12 @@ def _collectives(measured: tuple[Measured, ...]) -> str:
 def _of_rank(one: Measured) -> str:
     parts = []
     for kind in dict.fromkeys([*one.expected, *one.collectives]):
-        has_formula = one.unknown is not None and kind not in one.unknown
-        formula = one.formula.get(kind, "0") if has_formula else "-"
-        sign = "=" if one.collectives.get(kind, 0) == one.expected.get(kind, 0) or not has_formula else "≠"
-        parts.append(
-            f"{kind} {one.collectives.get(kind, 0)} {sign} {formula}"
-            if formula != "-"
-            else f"{kind} {one.collectives[kind]}, -"
-        )
+        count = one.collectives.get(kind, 0)
+        if one.unknown is None or kind in one.unknown:
+            parts.append(f"{kind} {count}, -")
+        else:
+            sign = "=" if count == one.expected.get(kind, 0) else "≠"
+            parts.append(f"{kind} {count} {sign} {one.formula.get(kind, '0')}")
     return ", ".join(parts) or "none"
 
 

@@ -30,8 +30,8 @@ BATCH_TOKENS = 1 << 19
 SHARD_COUNTS = (16, 1_000, 10_000)
 
 
-def _stream_of(samples: Samples, window: int | None = None) -> Stream:
-    return Stream([samples], Mixture([Stage(None, (1.0,))], [len(samples)], [None], 0), Shuffle(0, window))
+def _stream_of(samples: Samples) -> Stream:
+    return Stream([samples], Mixture([Stage(None, (1.0,))], [len(samples)], [None], 0), Shuffle(0, None))
 
 
 def _loader(data: PreparedData, packing: str, length: int, mask: bool, work: Path) -> Loader:

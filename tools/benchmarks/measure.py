@@ -24,12 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import psutil
 
 from pretrain.errors import ConfigError, DataError, shown
-
-if TYPE_CHECKING:
-    import psutil
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
@@ -155,8 +154,6 @@ def run_program(
 
     `log`: a file for what it prints, which is not returned then; what it leaves running is not waited for. `more`: further variables of its environment.
     """
-    import psutil
-
     with contextlib.ExitStack() as stack:
         out, err = (stack.enter_context(log.open("w")), subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
         process = stack.enter_context(
@@ -174,8 +171,6 @@ def run_program(
 
 def end(family: list[psutil.Process]) -> None:
     """End these processes, by force those that have not ended after ten seconds."""
-    import psutil
-
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()
@@ -218,8 +213,8 @@ def _cpu_model() -> str:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Memory of this process that is in RAM."""
+    return psutil.Process().memory_info().rss
 
 
 def command(arguments: Sequence[str]) -> str:

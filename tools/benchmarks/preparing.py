@@ -5,6 +5,7 @@ Rates are megabytes (10^6) of text as UTF-8. With one process they are per CPU s
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from benchmarks.measure import MILLION, ROOT, Options, Row, Turns, environment, in_turns, rate_row, require
 
 from pretrain.data.preparation.prepare import prepare
@@ -312,17 +314,11 @@ def _peak_memory(folder: Path, tokenizer: Path, output: Path, workers: int) -> i
 
 
 def _resident_of_tree(root: int) -> int:
-    """Resident bytes of a process and of all its descendants (Linux)."""
-    parents, resident = {}, {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            fields = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        parents[int(entry.name)], resident[int(entry.name)] = int(fields[1]), int(fields[21])
-    members = {root}
-    while grown := {child for child, parent in parents.items() if parent in members} - members:
-        members |= grown
-    return sum(resident.get(member, 0) for member in members) * os.sysconf("SC_PAGE_SIZE")
+    """Resident bytes of a process and of all its descendants."""
+    size = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                size += one.memory_info().rss
+    return size

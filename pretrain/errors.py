@@ -160,7 +160,7 @@ NO_READER = 141  # and by SIGPIPE
 
 
 def run_tool(function: Callable[[], object]) -> int:
-    """Call `function` and return the exit code of the process.
+    """Call `function` and return the exit code of the process: the int that it returns, or 0.
 
     A `UserError` becomes one line on standard error and its own exit code. So does what the system says of a file that it names, and of a full disk. Any other
     exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
@@ -192,7 +192,7 @@ def _reader_is_gone() -> bool:
 
 def _exit_code(function: Callable[[], object]) -> int:
     try:
-        function()
+        code = function()
     except UserError as error:
         say("error: " + " ".join(str(error).split("\n")), to_errors=True)
         return error.exit_code
@@ -207,7 +207,7 @@ def _exit_code(function: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         say("interrupted", to_errors=True)
         return INTERRUPTED
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def line_of(error: BaseException) -> str:

@@ -24,17 +24,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.tolerance >= 0:
         parser.error(f"--tolerance {arguments.tolerance:g} is below 0")
-    parted: list[int | None] = []
-    return run_tool(lambda: parted.append(compare(arguments))) or int(parted[0] is not None)
+    return run_tool(lambda: compare(arguments))
 
 
-def compare(arguments: argparse.Namespace) -> int | None:
+def compare(arguments: argparse.Namespace) -> int:
     from pretrain.equivalence.run_difference import compare_runs
 
     found = compare_runs(*arguments.runs, arguments.tolerance)
     print("\n".join(found.lines))
     print("nothing differs" if found.parted is None else f"the runs part at step {found.parted}")
-    return found.parted
+    return int(found.parted is not None)
 
 
 if __name__ == "__main__":

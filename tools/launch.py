@@ -43,8 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     if given is None or int(given[1] or 1) > int(given[2]):
         parser.error(f"--nodes {arguments.nodes} is neither a number above 0 nor FEWEST:MOST")
     arguments.nodes, arguments.fewest = int(given[2]), int(given[1] or given[2])
-    code: list[int] = []
-    return run_tool(lambda: code.append(launch(arguments))) or code[0]
+    return run_tool(lambda: launch(arguments))
 
 
 def launch(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
-"""A sink in a thread of its own: a slow or broken network never holds up a step.
+"""A tracker in a thread of its own: a slow or broken network never holds up a step.
 
-A sink with a name in `tracker` is brought up to date when it opens: it gets the lines of metrics.jsonl that are not known to have arrived. They are known
-to after each line if the sink `is_immediate`, else when it has closed. `arrived` of the sink may know better.
+When a tracker opens, it is brought up to date: it gets the lines of metrics.jsonl that are not known to have arrived.
 """
 
 from __future__ import annotations
@@ -29,16 +28,28 @@ CLOSE_SECONDS = 60.0
 """How long the end of a run waits for the last records to be sent."""
 
 
-class InBackground(Sink):
-    """Gives the records to another sink, in a thread. While that sink fails they wait in memory, and it is tried again every 30 s."""
+class Tracker(Sink):
+    """A sink over a network, which `InBackground` gives a thread."""
 
-    def __init__(self, sink: Sink, retry_seconds: float = RETRY_SECONDS, close_seconds: float = CLOSE_SECONDS) -> None:
+    tracker = ""
+    """Its key in trackers.json."""
+    is_immediate = False
+    """Whether a record has arrived when `write` returns. Else all have arrived when `close` does."""
+
+    def arrived(self) -> int:
+        """The last step that the tracker says it has; 0 if it cannot be asked."""
+        return 0
+
+
+class InBackground(Sink):
+    """Gives the records to a tracker, in a thread. While it fails they wait in memory, and it is tried again every 30 s."""
+
+    def __init__(self, sink: Tracker, retry_seconds: float = RETRY_SECONDS, close_seconds: float = CLOSE_SECONDS) -> None:
         self.sink, self.name = sink, sink.name
         self._retry, self._close = retry_seconds, close_seconds
         self._waiting: collections.deque[StepRecord] = collections.deque()
         self._changed, self._ends, self._dropped = threading.Condition(), False, 0
         self._is_open = self._fails = False
-        self._tracker: str | None = getattr(sink, "tracker", None)
         self._last = 0
 
     def open(self, directory: Path, config: Config, step: int) -> None:
@@ -101,7 +112,7 @@ class InBackground(Sink):
                     self._waiting.appendleft(record)
                     raise
                 self._last = record.step
-                if getattr(self.sink, "is_immediate", False):
+                if self.sink.is_immediate:
                     self._arrived(record.step)
         except Exception as error:
             if not self._fails:
@@ -124,14 +135,12 @@ class InBackground(Sink):
                 self.sink.close()
             raise
         self._is_open = True
-        if self._tracker is not None:
-            self._bring_up_to_date()
+        self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> None:
         """Let the lines that a start before this one may not have sent go first."""
         directory, _, step = self._start
-        asked = getattr(self.sink, "arrived", lambda: 0)()
-        arrived = min(step, max(arrived_step(directory, self._tracker), asked))
+        arrived = min(step, max(arrived_step(directory, self.sink.tracker), self.sink.arrived()))
         self._last = arrived
         self._arrived(arrived)
         missing = [record for record in known_records(directory, step) if record.step > arrived]
@@ -141,8 +150,7 @@ class InBackground(Sink):
 
     def _arrived(self, step: int) -> None:
         with contextlib.suppress(OSError):  # then the next start sends more than it has to
-            if self._tracker is not None:
-                keep_arrived(self._start[0], self._tracker, step)
+            keep_arrived(self._start[0], self.sink.tracker, step)
 
     def _warn(self, error: Exception, what: str) -> None:
         log.warning("%s: %s: %s; %s", self.name, type(error).__name__, " ".join(str(error).split())[:300], what)

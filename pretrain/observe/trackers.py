@@ -19,7 +19,7 @@ from pretrain.config.log_schema import Log
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError, install_command
-from pretrain.observe.background import InBackground
+from pretrain.observe.background import InBackground, Tracker
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
@@ -75,7 +75,7 @@ def sample_rows(record: StepRecord) -> list[list[Any]]:
     return [[record.step, prompt, text] for prompt, text in (record.samples or {}).items()]
 
 
-class WeightsAndBiases(Sink):
+class WeightsAndBiases(Tracker):
     """A run of Weights & Biases. Its curves have the optimizer step as x-axis; `wandb.Run.log` cannot go back in steps of its own."""
 
     name, tracker = "Weights & Biases", "wandb"
@@ -118,7 +118,7 @@ class WeightsAndBiases(Sink):
             run.finish(exit_code=0 if getattr(self, "_last", 0) >= self._steps and not self.failed else 1)
 
 
-class MlFlow(Sink):
+class MlFlow(Tracker):
     """A run of MLflow: numbers as metrics, the configuration of the first start as parameters, which MLflow does not let change."""
 
     name, tracker, is_immediate = "MLflow", "mlflow", True
@@ -178,7 +178,7 @@ class MlFlow(Sink):
             self._client.set_terminated(self._id, ended)
 
 
-class Trackio(Sink):
+class Trackio(Tracker):
     """A run of Trackio, in its local database or in a Space of the Hugging Face Hub."""
 
     name, tracker = "Trackio", "trackio"

@@ -23,10 +23,10 @@ from pretrain.config.log_schema import Log, MlflowLog, PrometheusLog, TrackioLog
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.observe import trackers
-from pretrain.observe.background import InBackground
+from pretrain.observe.background import InBackground, Tracker
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
-from pretrain.observe.sinks import JsonLines, Sink, Sinks
+from pretrain.observe.sinks import JsonLines, Sinks
 from pretrain.observe.tracker_file import arrived_step, kept_id
 from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, own_sinks
 
@@ -40,7 +40,7 @@ def config_of(**log) -> Config:
     return config
 
 
-def starts(sink: type[Sink], run: Path, config: Config, steps: list[tuple[int, int]], failed: bool = False) -> None:
+def starts(sink: type[Tracker], run: Path, config: Config, steps: list[tuple[int, int]], failed: bool = False) -> None:
     """Starts of a run, each logging the steps `first` to `last`."""
     for first, last in steps:
         sinks = Sinks([], [InBackground(sink())], run, config, first - 1)
@@ -158,7 +158,7 @@ def test_lines_of_a_start_that_was_killed_are_in_weights_and_biases_all_the_same
     assert len(files) == 2 and histories_of(files[1]) == [1, 2, 3, 4] and arrived_step(run, "wandb") == 4
 
 
-class Kept(Sink):
+class Kept(Tracker):
     """A tracker that remembers the steps it was given."""
 
     tracker = "kept"
@@ -269,10 +269,10 @@ def test_trackio_is_asked_for_the_run_of_the_start_before(tmp_path, monkeypatch)
 # ---- networks that fail, and slow ones ----------------------------------------------------------------------------------
 
 
-class Flaky(Sink):
+class Flaky(Tracker):
     """Fails as long as `down` is set; `got` keeps the steps."""
 
-    name = "Flaky"
+    name, tracker = "Flaky", "flaky"
 
     def __init__(self) -> None:
         self.down, self.got, self.closed = threading.Event(), [], False

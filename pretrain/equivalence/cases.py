@@ -89,65 +89,49 @@ def cases(sequences: int, experts: bool = False) -> list[Case]:
     Each size of micro-batches has a case with a single process. `experts`: with the layouts of a mixture of experts.
     """
 
-    def case(name: str, processes: int, micro_steps: int, *parallel: str, launcher: str = "torchrun", model: int = 1) -> Case:
-        micro = sequences * model // processes // micro_steps
-        return Case(name, processes, micro, (f"batch.micro_sequences={micro}", *(f"parallel.{p}" for p in parallel)), launcher)
+    def case(name: str, processes: int, micro_steps: int, keys: str, launcher: str = "torchrun") -> Case:
+        """`keys`: of the section `parallel`, as a user writes them."""
+        own = dict(key.split("=") for key in keys.split())
+        data_size = processes // math.prod(int(own.get(axis, 1)) for axis in ("context", "tensor", "pipeline"))
+        micro = sequences // data_size // micro_steps
+        overrides = (f"batch.micro_sequences={micro}", *(f"parallel.{key}" for key in keys.split()))
+        return Case(name, processes, micro, overrides, launcher)
 
-    hsdp = ("strategy=fsdp", "replicate=2", "shard=2")
+    hsdp = "strategy=fsdp replicate=2 shard=2"
     with_experts = [
-        case("expert parallel on 2", 2, 1, "strategy=fsdp", "expert=2"),
-        case("expert parallel on 4", 4, 1, "strategy=fsdp", "expert=4"),
-        case("FSDP2 on 4, expert parallel on 2, accumulation 4", 4, 4, "strategy=fsdp", "expert=2"),
-        case("HSDP 2x2, expert parallel on 2", 4, 1, *hsdp, "expert=2"),
-        case("FSDP2 on 2 x tensor parallel on 2, expert parallel on 2", 4, 1, "strategy=fsdp", "tensor=2", "expert=2", model=2),
-        case(
-            "FSDP2 on 2 x context parallel on 2, expert parallel on 4", 4, 1, "strategy=fsdp", "context=2", "expert=4", model=2
-        ),
+        case("expert parallel on 2", 2, 1, "strategy=fsdp expert=2"),
+        case("expert parallel on 4", 4, 1, "strategy=fsdp expert=4"),
+        case("FSDP2 on 4, expert parallel on 2, accumulation 4", 4, 4, "strategy=fsdp expert=2"),
+        case("HSDP 2x2, expert parallel on 2", 4, 1, f"{hsdp} expert=2"),
+        case("FSDP2 on 2 x tensor parallel on 2, expert parallel on 2", 4, 1, "strategy=fsdp tensor=2 expert=2"),
+        case("FSDP2 on 2 x context parallel on 2, expert parallel on 4", 4, 1, "strategy=fsdp context=2 expert=4"),
     ]
     return [
         case(SINGLE, 1, 1, "strategy=single"),
         *(case(f"{SINGLE}, accumulation {n}", 1, n, "strategy=single") for n in (2, 4, 8, 16)),
         case("DDP on 2", 2, 1, "strategy=ddp"),
         case("DDP on 4", 4, 1, "strategy=ddp"),
-        case("DDP on 2, accumulation 4, no_sync", 2, 4, "strategy=ddp", "grad_sync=last"),
-        case("DDP on 2, accumulation 4, sync every", 2, 4, "strategy=ddp", "grad_sync=every"),
+        case("DDP on 2, accumulation 4, no_sync", 2, 4, "strategy=ddp grad_sync=last"),
+        case("DDP on 2, accumulation 4, sync every", 2, 4, "strategy=ddp grad_sync=every"),
         case("FSDP2 on 2", 2, 1, "strategy=fsdp"),
         case("FSDP2 on 4", 4, 1, "strategy=fsdp"),
-        case("FSDP2 on 2, accumulation 4, sync last", 2, 4, "strategy=fsdp", "grad_sync=last"),
-        case("FSDP2 on 2, accumulation 4, sync every", 2, 4, "strategy=fsdp", "grad_sync=every"),
-        case("FSDP2 on 2, recomputed activations", 2, 1, "strategy=fsdp", "activation_checkpointing=full"),
-        case("HSDP 2x2", 4, 1, *hsdp),
-        case("HSDP 2x2, accumulation 4", 4, 4, *hsdp),
-        case("tensor parallel on 2", 2, 1, "strategy=fsdp", "tensor=2", model=2),
-        case("tensor parallel on 4", 4, 1, "strategy=fsdp", "tensor=4", model=4),
-        case("FSDP2 on 2 x tensor parallel on 2", 4, 1, "strategy=fsdp", "shard=2", "tensor=2", model=2),
-        case(
-            "replicated 2 x tensor parallel on 2, accumulation 4",
-            4,
-            4,
-            "strategy=fsdp",
-            "replicate=2",
-            "shard=1",
-            "tensor=2",
-            model=2,
-        ),
-        case("context parallel on 2", 2, 1, "strategy=fsdp", "context=2", model=2),
-        case("context parallel on 4", 4, 1, "strategy=fsdp", "context=4", model=4),
-        case("FSDP2 on 2 x context parallel on 2, accumulation 4", 4, 4, "strategy=fsdp", "shard=2", "context=2", model=2),
-        case("pipeline on 2, accumulation 4", 2, 4, "strategy=fsdp", "pipeline=2", model=2),
-        case("FSDP2 on 2 x pipeline on 2, accumulation 4", 4, 4, "strategy=fsdp", "shard=2", "pipeline=2", model=2),
-        case(
-            "tensor parallel on 2 x pipeline on 2, accumulation 4",
-            4,
-            4,
-            "strategy=fsdp",
-            "shard=1",
-            "tensor=2",
-            "pipeline=2",
-            model=4,
-        ),
-        case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", launcher="accelerate"),
-        case("FSDP2 on 2, accelerate launch", 2, 1, "strategy=fsdp", launcher="accelerate"),
+        case("FSDP2 on 2, accumulation 4, sync last", 2, 4, "strategy=fsdp grad_sync=last"),
+        case("FSDP2 on 2, accumulation 4, sync every", 2, 4, "strategy=fsdp grad_sync=every"),
+        case("FSDP2 on 2, recomputed activations", 2, 1, "strategy=fsdp activation_checkpointing=full"),
+        case("HSDP 2x2", 4, 1, hsdp),
+        case("HSDP 2x2, accumulation 4", 4, 4, hsdp),
+        case("tensor parallel on 2", 2, 1, "strategy=fsdp tensor=2"),
+        case("tensor parallel on 4", 4, 1, "strategy=fsdp tensor=4"),
+        case("FSDP2 on 2 x tensor parallel on 2", 4, 1, "strategy=fsdp shard=2 tensor=2"),
+        case("replicated 2 x tensor parallel on 2, accumulation 4", 4, 4, "strategy=fsdp replicate=2 shard=1 tensor=2"),
+        case("context parallel on 2", 2, 1, "strategy=fsdp context=2"),
+        case("context parallel on 4", 4, 1, "strategy=fsdp context=4"),
+        case("FSDP2 on 2 x context parallel on 2, accumulation 4", 4, 4, "strategy=fsdp shard=2 context=2"),
+        case("pipeline on 2, accumulation 4", 2, 4, "strategy=fsdp pipeline=2"),
+        case("FSDP2 on 2 x pipeline on 2, accumulation 4", 4, 4, "strategy=fsdp shard=2 pipeline=2"),
+        case("tensor parallel on 2 x pipeline on 2, accumulation 4", 4, 4, "strategy=fsdp shard=1 tensor=2 pipeline=2"),
+        case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", "accelerate"),
+        case("FSDP2 on 2, accelerate launch", 2, 1, "strategy=fsdp", "accelerate"),
         *(with_experts if experts else []),
     ]
 

@@ -32,8 +32,9 @@ class EnergyMeter:
         """Joules since the last call."""
         used = 0.0
         for i, counter in enumerate(self._counters):
-            now = counter()
-            used, self._last[i] = used + now - self._last[i], now
+            with contextlib.suppress(Exception):  # it only observes the run: what cannot be read now counts the next time
+                now = counter()
+                used, self._last[i] = used + now - self._last[i], now
         return used
 
 
@@ -67,7 +68,6 @@ class _Package:
         self._rounds, self._last = 0, int(self._file.read_text())
 
     def __call__(self) -> float:
-        with contextlib.suppress(OSError, ValueError):
-            now = int(self._file.read_text())
-            self._rounds, self._last = self._rounds + (now < self._last), now
+        now = int(self._file.read_text())
+        self._rounds, self._last = self._rounds + (now < self._last), now
         return (self._rounds * self._end + self._last) / 1e6

@@ -62,5 +62,9 @@ def test_a_gpu_is_asked_by_its_own_number(monkeypatch):
     meter = EnergyMeter(torch.device("cuda", 3), 3)
     joules["GPU-abc"] = 12.5
     assert meter.counts and meter.take() == 7.5
+    del joules["GPU-abc"]
+    assert meter.take() == 0  # the driver answered with an error once: it ended the run
+    joules["GPU-abc"] = 14.0
+    assert meter.take() == 1.5
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="another"))
     assert not EnergyMeter(torch.device("cuda", 3), 3).counts

@@ -11,11 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.errors import (  # noqa: E402
-    ConfigError,
-    DataError,
-    run_tool,  # noqa: E402
-)
+from pretrain.errors import ConfigError, DataError, run_tool  # noqa: E402
 from pretrain.progress import MEGABYTE  # noqa: E402
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}

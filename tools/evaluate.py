@@ -1,7 +1,7 @@
 """Evaluate a model: perplexity and bits per byte of texts, and tasks of lm-evaluation-harness.
 
 The model is a checkpoint, a run directory (its newest checkpoint) or a Hugging Face directory. --follow evaluates each checkpoint of a run that
-is under way, in this process, and writes evaluations.jsonl into its directory.
+is under way. It does so in this process, and writes evaluations.jsonl into the run's directory.
 """
 
 import argparse

@@ -60,12 +60,16 @@ def choose_checkpoint(
 ) -> Choice | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
-    A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
-    command can be given again after an interruption: `named_before` says whether an earlier start of the run gave this path. The path of
-    one of its own goes back to that, that of the run means its newest, and any other path is an error. The run falls back from a damaged
-    checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
-    saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
-    only.
+    What a path in `resume` means, if the run has no checkpoints of its own: it starts from there. If it has some:
+
+        one of its own checkpoints     the run goes back to it
+        the run's own directory        it continues from its newest
+        where it began                 likewise, so that the same command can be given again (`named_before`: an earlier start gave this path)
+        any other path                 an error
+
+    The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an
+    error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have saved. A start that does not find it
+    is refused, unless a path names another of the run's own. Without `content`, only sizes are verified.
 
     Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
     """

@@ -4,6 +4,7 @@ checkpoints/step-00000100/   manifest.json names every other file with its size 
 checkpoints/.writing-step-00000100/     not yet one, or never to be one
 checkpoints/damaged-step-00000100/      was one; its content is not what was saved
 checkpoints/abandoned-step-00000100/    is one, of a time line that the run has left
+checkpoints/.removing-step-00000100/    was one; its files are being removed
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path, most: int | None = None) -> Any:
     """The contents of a JSON file.
 
-    Raises UnreadableError when it cannot be read. Raises CheckpointError, naming the file, when it cannot be parsed, when an object in it has a
-    name twice, or when it has more bytes than `most`.
+    Raises UnreadableError when it cannot be read. Raises CheckpointError, naming the file, when it is no JSON, has more bytes than `most`, or
+    has an object with a name twice.
     """
     try:
         if most is not None and path.stat().st_size > most:

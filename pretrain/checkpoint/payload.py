@@ -124,13 +124,13 @@ class Payload:
     def load(
         self, tensors: dict[str, Tensor], ranks: Ranks, converts: bool = False, replicas: DeviceMesh | None = None
     ) -> None:
-        """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need. Of `replicas`, which hold equal
-        parts of all these tensors, the first one reads, and the others get them from it: storage would be read by each node anew.
+        """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards need.
 
-        It goes portion by portion: those that wait for storage that is slow, or for another's, wait for one portion and not for a whole state.
+        `replicas`: ranks that hold equal parts of all these tensors. The first of them reads, and sends the others what it has read, so that
+        not every node reads the storage. It goes portion by portion. So no rank waits for more than one portion of another's.
 
-        Raises CheckpointError on all ranks before anything is read if a name is missing, a shape differs, or a number format does, unless
-        the load `converts` (DCP itself does silently).
+        Raises CheckpointError on all ranks, before anything is read, if a name is missing or a shape differs. So it does for another number
+        format, unless the load `converts` (DCP itself converts silently).
         """
         ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors, converts), CheckpointError)
         reads, portions = replicas is None or replicas.get_local_rank() == 0, _portions(tensors)
@@ -275,8 +275,8 @@ def _make_whole(item: TensorStorageMetadata) -> bool:
     """Whether the pieces of a tensor cover each element exactly once.
 
     Corners decide it, in a time that grows with the number of pieces and not with its square. Each box has a sign at each of its corners,
-    which changes from one corner to the next along an edge. The signs of boxes add up to those of the whole if and only if the boxes
-    cover each element once: they are the mixed derivative of how often an element is covered.
+    which changes from one corner to the next along an edge. These signs are the mixed derivative of how often an element is covered.
+    So those of the boxes add up to those of the whole if and only if the boxes cover each element once.
     """
     whole, boxes = tuple(item.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
     if not boxes or any(len(begin) != len(whole) or len(size) != len(whole) for begin, size in boxes):

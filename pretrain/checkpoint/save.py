@@ -63,9 +63,9 @@ class Saving:
         write    each rank by itself, also in a thread: payload, hashes, flush
         finish   all ranks together: manifest and rename
 
-    `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. With `read`, the tensors have
-    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. `agreed` is that of an earlier
-    save, if there was one. After a failure on any rank every rank raises CheckpointError, nothing of this save is visible and earlier
+    `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. `read` is for a process that
+    never holds all tensors: they have shapes only, and it gives their values one by one, in their order. `agreed` is that of an earlier save,
+    if there was one. After a failure on any rank, every rank raises CheckpointError. Nothing of this save is visible then, and earlier
     checkpoints are untouched.
     """
 

@@ -202,7 +202,7 @@ class _Watch(threading.Thread):
 
 
 def _has_processes(tasks: Path = Path("/proc/self/task")) -> bool:
-    """Whether this process has children. If the system does not say (Linux without CONFIG_PROC_CHILDREN, a sandbox), assume that it has some, so that
+    """Whether this process has children. If the system does not say (Linux without CONFIG_PROC_CHILDREN, a sandbox), assume that it has some. Then
     nothing is reported, and no run is ended.
     """
     try:

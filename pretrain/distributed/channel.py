@@ -29,8 +29,8 @@ class Channel:
         self.longest = longest
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Some firewalls drop idle connections. And a host that vanished is noticed, whether it was to be sent something or not, before
-        # a collective has waited for it for ten minutes.
+        # Some firewalls drop idle connections. And a host that vanished is noticed even if nothing is sent to it, before a collective has
+        # waited for it for ten minutes.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         idle, every = 30, 15
         count, milliseconds = (VANISHED_SECONDS - idle) // every, 1000 * VANISHED_SECONDS

@@ -39,8 +39,10 @@ class Mark:
 
 @dataclass
 class Standing:
-    """One rank, as the switchboard sees it. `mark`, the `seconds` in it, the `idle` seconds, its `step` and its `own` seconds in a step (pace.py)
-    come from its last answer, which was `heard` at that time.
+    """One rank, as the switchboard sees it.
+
+    Its last answer was `heard` at that time. It gave the `mark`, the `seconds` in it, the `idle` seconds, its `step`, and its `own` seconds in
+    a step (pace.py).
 
     `gone`: its connection broke off. `silent`: it does not answer, for `unheard` seconds so far. `left`: its last message,
     with `left_alone` if it does not end because of another rank. `broken`: its own collective failed.

@@ -4,9 +4,13 @@
     hello    who I am            ──▶     welcome, or refused (a RANK given twice, another WORLD_SIZE)
     found    by the main rank    ──▶     found     to everyone: take it over
     facts    of the main rank    ──▶     digest    to everyone: compare yourself with it (agreement.py)
+    want     my digest differs   ──▶     facts     of the main rank, to find the difference
     ready    I agree             ──▶     go        when all are
+    say      who is missing      ──▶     say       to everyone, by the main rank, as long as it waits
     left     my last words       ──▶     left      to everyone
-    (the connection breaks off)          gone      to everyone
+    bye      I have finished
+    (the connection breaks off)          gone      to everyone; back, if the rank comes again
+    logs     where our logs are
     ask      who is awaited?     ──▶     call      to everyone ──▶ at (what I am doing) ──▶ answer
     broken   my collective failed ─▶     verdict   to everyone: one line, and who is to blame
     stuck    told to stop, and cannot ▶  verdict   if it is certain that a rank hangs

@@ -1,6 +1,6 @@
 """Where two runs part: the first step and the first parameter that differ, and what was configured differently.
 
-For two layouts, commits or number formats of one run. Start both with the same `log.gradients_at`, and the gradients of those steps are compared by
+For two layouts, commits or number formats of one run. Start both with the same `log.gradients_at`. Then the gradients of those steps are compared, by
 parameter, in the order in which a forward pass meets them. Checkpoints of the same step are compared too.
 """
 

@@ -110,8 +110,8 @@ def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = Fa
 
 
 def check_round_trip(model: Model, config: dict[str, Any]) -> None:
-    """Raise ConfigError unless this config.json, which is to describe the model, comes back when it is read and written again, and the model
-    itself, when it is written and read. The message names the field or the key that does not.
+    """Raise ConfigError unless nothing is lost between the model and this config.json of it, in either direction. The message names the field or
+    the key that is lost.
     """
     family, config = family_of(model.family), json.loads(json.dumps(config))
     again = json.loads(json.dumps(family.to_hf(family.from_hf(config))))

@@ -3,8 +3,8 @@
     at once, every start     the weight map against the network itself, config.json there and back
     beside the first steps   names and shapes against transformers' own class, the tokenizer's export and its proof
 
-The second part imports transformers, which training does not: a process of its own does it, of the main rank of a new run, and a
-failure ends the run.
+Training does not import transformers. So the main rank of a new run starts a process of its own for the second part. A failure of the check
+ends the run.
 """
 
 from __future__ import annotations

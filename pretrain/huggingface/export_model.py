@@ -2,8 +2,8 @@
 
     payload of the checkpoint --the tensors of one entry of the weight map at a time--> number format, layout --> safetensors
 
-The names and shapes of everything follow from the configuration, so that files are written from their first byte to their last and
-memory holds one entry. Output is written aside, read back, compared with what transformers expects, and renamed into place.
+The names and shapes of everything follow from the configuration. So files are written from their first byte to their last, and memory
+holds one entry. Output is written aside, read back, compared with what transformers expects, and renamed into place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def export(
 
     Every tensor is read back from the output and compared. The output's names and shapes are compared with what transformers' class
     expects. `verify` also compares its logits with ours, which takes memory for the model. pretrain_export.json records what was
-    verified. `averaged`: the running mean of the weights (`optim.ema_decay`). Raises CheckpointError or ConfigError, and leaves nothing behind, when anything of this fails.
+    verified. `averaged`: the running mean of the weights (`optim.ema_decay`). When anything of this fails, it raises CheckpointError or
+    ConfigError, and leaves nothing behind.
     """
     refuse_existing(output)
     checkpoint = files.resolve(path)[-1]

@@ -128,8 +128,9 @@ class _EntryByEntry:
 
 
 def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str, list[int]]:
-    """Attachments of the checkpoint, what to tell the user, and the tokens before a text: training needs no tokenizer, so a model without
-    one is no error.
+    """Attachments of the checkpoint, what to tell the user, and the tokens before a text.
+
+    A model without a tokenizer is no error, because training needs none.
     """
     try:
         tokenizer = load_tokenizer(source.directory)

@@ -57,8 +57,7 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     """Open a run (its newest checkpoint), a checkpoint or a Hugging Face directory that holds a decoder.
 
     The network is on `device` and computes in `dtype`, a number format of MODEL_DTYPES. Matrices are held in that format. Vectors, and what
-    gets no gradient, stay as they are.
-    `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
+    gets no gradient, stay as they are. `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
     """
     path, cast = Path(path), _caster(MODEL_DTYPES[dtype])
     notes: list[str] = []
@@ -134,9 +133,7 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
 
 
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
-    """The encoder-decoder of a checkpoint, of a run's newest one or of a Hugging Face directory, in fp32 on the CPU, and the tokenizers of
-    its two sides.
-    """
+    """An encoder-decoder in fp32 on the CPU, and the tokenizers of its two sides. `path`: as for `open_model`."""
     if (path / "config.json").is_file():
         model, weights = read_hf(path)
         place = source = target = path

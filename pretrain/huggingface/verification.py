@@ -30,10 +30,16 @@ MOST_IN_FP64 = 10**9
 LOGIT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
 """Largest difference of logits, as a share of their root mean square, by the format that both models compute in.
 
-Measured on right models, as a share of the standard deviation: fp32 2e-6 at initial weights, 5e-5 with 6 layers of random weights of std
-0.2 and 2e-4 with 24 such layers; fp64 5e-15, 1e-13 and 3e-13, which is 2^-29 of that, as the formats' roundings are. Planted errors, in
-fp64 and gemma2: 3e-8 (soft cap of the attention off by 10 %, initial weights), 2.5e-6 (eps twice as large, std 0.2), 1e-4 (last soft cap
-off by 10 %), 6e-4 (rotary base off by 1 %). So 1e-10 is 300 times above the noise, and 300 times below the smallest error. In fp32 no
+Measured, as a share of the standard deviation:
+
+    right models          initial weights   6 layers of random weights of std 0.2   24 such layers
+    fp32                  2e-6              5e-5                                    2e-4
+    fp64                  5e-15             1e-13                                   3e-13
+
+    planted errors, in fp64 and gemma2: 3e-8 (soft cap of the attention off by 10 %, initial weights), 2.5e-6 (eps twice as large, std 0.2),
+    1e-4 (last soft cap off by 10 %), 6e-4 (rotary base off by 1 %)
+
+So 1e-10 is 300 times above the noise, and 300 times below the smallest error. In fp32 no
 limit finds them all: 1e-3 is 5 times above the noise of 24 layers, which grows with depth.
 """
 
@@ -113,8 +119,8 @@ def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """The largest absolute difference of logits, the largest that is accepted, and what was compared: so many sequences of so many random
-    tokens, both models in one number format. `beyond`: what this length reaches that a shorter one does not; None if nothing.
+    """The largest absolute difference of logits, the `limit` that is accepted, and what was compared: `sequences` of `length` random tokens. Both
+    models computed in one number format. `beyond`: what this length reaches that a shorter one does not; None if nothing.
     """
 
     difference: float

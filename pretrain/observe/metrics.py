@@ -236,8 +236,8 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl as written. Three kinds of lines are skipped: torn ones, those in
-    which a number of `StepRecord` is something else, and those that lack a number which every record has.
+    """The lines of metrics.jsonl as written. Three kinds of lines are skipped: torn ones, those with a number of `StepRecord` of another type,
+    and those that lack a number which every record has.
     """
     return (line for line in read_lines(path) if _is_record(line))
 

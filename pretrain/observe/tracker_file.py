@@ -1,8 +1,8 @@
-"""trackers.json of a run directory: by tracker, the run's id there, and the last step of which is known that it arrived.
+"""trackers.json of a run directory: by tracker, the run's id there, and the last step that is known to have arrived.
 
     {"wandb": "1f0c...", "mlflow": "9a3e...", "arrived": {"wandb": 120, "mlflow": 340}}
 
-Lines that are logged and did not arrive are sent again by the next start: those of a process that was killed, whatever lay in a tracker's buffers.
+The next start sends the lines again that were logged and did not arrive, for instance because the process was killed.
 """
 
 from __future__ import annotations

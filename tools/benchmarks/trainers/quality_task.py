@@ -37,8 +37,8 @@ class QualityTask:
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """The steps, counted from 1, after which the clock is stamped: on a CPU all. A GPU's are only queued, and are waited for where it is stamped:
-        in the middle, and as many steps later, before the last one, some of whose programs are done when they have validated.
+        """The steps, counted from 1, after which the clock is stamped: on a CPU all. A GPU's steps are only queued, and each stamp waits for them.
+        So there are two stamps: in the middle, and as many steps later. The last step has none, because some programs end it with validation.
         """
         if self.device == "cpu":
             return tuple(range(1, self.steps + 1))

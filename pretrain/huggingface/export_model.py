@@ -25,7 +25,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.huggingface.open_model import GENERATION_FILE, MODEL_DTYPES, named_ends
@@ -79,8 +79,9 @@ def export(
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], averaged)
-    added = _added_tokens(tokenizer, state)
-    padding = _padding(model, tokenizer, added, checkpoint)
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    added = _added_tokens(loaded, state) if loaded else []
+    padding = _padding(model, loaded, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
         config, notes = write_description(writing, model, tokenizer, added, dtype)
         _carry_generation(checkpoint, writing)
@@ -197,27 +198,23 @@ class _Source:
         return self.plan.kept.get(name, self.dtype)
 
 
-def _added_tokens(tokenizer: Path | None, state: dict[str, Any]) -> list[str]:
+def _added_tokens(tokenizer: Tokenizer, state: dict[str, Any]) -> list[str]:
     """The special tokens of training beyond the tokenizer's own: those that stood for spans, as T5 calls them."""
-    if tokenizer is None:
-        return []
-    loaded = load_tokenizer(tokenizer)
     # Older checkpoints do not have them beside the tokenizer, and say only which is the first.
     first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
-    return read_added_tokens(loaded) or added_tokens(first, loaded.vocab_size)
+    return read_added_tokens(tokenizer) or added_tokens(first, tokenizer.vocab_size)
 
 
-def _padding(model: Model, tokenizer: Path | None, added: Sequence[str], checkpoint: Path) -> str | None:
+def _padding(model: Model, tokenizer: Tokenizer | None, added: Sequence[str], checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
-    tokens = load_tokenizer(tokenizer).vocab_size
-    if model.vocab_size < tokens:
+    if model.vocab_size < tokenizer.vocab_size:
         raise CheckpointError(
-            f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokens} tokens; "
+            f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokenizer.vocab_size} tokens; "
             "this is not the tokenizer it was trained with"
         )
-    unused = model.vocab_size - tokens - len(added)
+    unused = model.vocab_size - tokenizer.vocab_size - len(added)
     if not unused:
         return None
     return f"the last {unused} of {model.vocab_size} rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"

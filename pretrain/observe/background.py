@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from pathlib import Path
 
 from pretrain.config.schema import Config
@@ -154,4 +153,4 @@ class InBackground(Sink):
 
     def _warn(self, error: Exception, what: str) -> None:
         log.warning("%s: %s: %s; %s", self.name, type(error).__name__, " ".join(str(error).split())[:300], what)
-        logging.getLogger(TRACEBACKS).error("%s", "".join(traceback.format_exception(error)))
+        logging.getLogger(TRACEBACKS).error("%s: the traceback", self.name, exc_info=error)

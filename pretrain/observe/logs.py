@@ -6,7 +6,6 @@ import contextlib
 import logging
 import shutil
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +104,7 @@ class Tolerated:
             reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             log.warning("%s: cannot be written: %s; the run goes on, and the next line is tried again", self.what, reason)
             if not isinstance(error, OSError):
-                logging.getLogger(TRACEBACKS).error("%s", "".join(traceback.format_exception(error)))
+                logging.getLogger(TRACEBACKS).error("%s: the traceback", self.what, exc_info=error)
         self.lost += 1
 
     def close(self) -> None:

@@ -181,6 +181,8 @@ def written(text: str, config: Config, processes: int) -> Case:
         micro = int(pairs.pop("micro_sequences", 0))
     except ValueError as error:
         raise ConfigError(f"--layouts {text!r}: {error}; sizes are numbers of ranks") from error
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size < 1]:
+        raise ConfigError(f"--layouts {text!r}: {wrong[0]} is not a number of ranks; give 1 or more, or -1 for the rest")
     pairs.setdefault("strategy", "fsdp")
     together = math.prod(sizes.get(axis, 1) for axis in ("context", "tensor", "pipeline"))
     takes_rest = any(pairs.get(axis) == "-1" for axis in ("context", "tensor", "pipeline"))

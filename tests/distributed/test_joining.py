@@ -286,7 +286,9 @@ def test_a_connection_that_comes_back_late_ends_nothing():
         end = time.monotonic() + 20
         while time.monotonic() < end and (len(tries) < 4 or monitor._channel is None or monitor._doom is not None):
             time.sleep(0.05)
-        assert len(tries) == 4 and monitor._doom is None and monitor.send("bye")
+        assert len(tries) == 4 and monitor._doom is None
+        monitor.send("bye")
+        assert switchboard.everyone_left.wait(20)
     finally:
         monitor.close()
         switchboard.close()

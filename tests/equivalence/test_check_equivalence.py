@@ -170,6 +170,8 @@ def test_a_layout_is_named_or_written_as_keys(config_file):
     [
         ("sideways", "--layouts 'sideways' is in no name of the table"),
         ("tensr=2", "tensr=2 is no key of the section parallel"),
+        ("tensor=0", "tensor=0 is not a number of ranks; give 1 or more"),
+        ("shard=-2", "shard=-2 is not a number of ranks; give 1 or more"),
         ("data.seed=2", "data.seed=2 is no key of the section parallel; write overrides before --layouts"),
         ("tensor=two", "sizes are numbers of ranks"),
         ("shard=1 tensor=3", "--layouts 'shard=1 tensor=3': parallel.tensor=3: model.heads=4 does not divide by it"),

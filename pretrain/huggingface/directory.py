@@ -110,7 +110,7 @@ def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = Fa
 
 
 def check_round_trip(model: Model, config: dict[str, Any]) -> None:
-    """Raise ConfigError unless nothing is lost between the model and this config.json of it, in either direction. The message names the field or
+    """Raise ConfigError if something is lost between the model and this config.json of it, in either direction. The message names the field or
     the key that is lost.
     """
     family, config = family_of(model.family), json.loads(json.dumps(config))

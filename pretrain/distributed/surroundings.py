@@ -53,8 +53,7 @@ def surroundings(ranks: Ranks) -> dict[str, Any]:
     odd = collections.defaultdict(list)
     for rank in everyone:
         for what in rank["odd"]:
-            if rank["host"] not in odd[what]:
-                odd[what].append(rank["host"])
+            odd[what].append(rank["host"])
     if len(set(hosts.values())) > 1:
         odd["has another number of ranks than other hosts"] = [host for host, n in hosts.items() if n != max(hosts.values())]
     if len(hosts) > 1:

@@ -119,21 +119,23 @@ class HostRun:
                 if self._asked:  # the signal came before the host had said whom to send it to
                     self._signal(host)
                 continue
-            with self._lock:
-                self._say(f"{host.name:{self._width}} | {line.rstrip()}")
+            self._tell(line.rstrip(), host)
+
+    def _tell(self, line: str, host: Host | None = None) -> None:
+        """Print a line of this program, or of a host."""
+        with self._lock:
+            self._say(f"{host.name:{self._width}} | {line}" if host else line)
 
     def stop(self, why: str) -> None:
         """Ask the processes of all hosts to save and end (SIGTERM). A second call leaves the hosts alone, and ends their ssh here."""
         if self._asked:
-            with self._lock:
-                self._say(f"{why} again: not waiting for the hosts any longer; their processes may still be saving")
+            self._tell(f"{why} again: not waiting for the hosts any longer; their processes may still be saving")
             for host in self.hosts:
                 if host.process.poll() is None:
                     host.process.kill()
             return
         self._asked = why
-        with self._lock:
-            self._say(f"{why}: asking all hosts to save and stop")
+        self._tell(f"{why}: asking all hosts to save and stop")
         for host in self.hosts:
             if host.pid is not None and host.process.poll() is None:
                 threading.Thread(target=self._signal, args=(host,)).start()
@@ -145,8 +147,7 @@ class HostRun:
         except subprocess.TimeoutExpired:
             problem = [f"no answer within {KILL_SECONDS} s"]
         for line in problem:
-            with self._lock:
-                self._say(f"{host.name:{self._width}} | could not be signalled: {line}")
+            self._tell(f"could not be signalled: {line}", host)
 
     def wait(self) -> int:
         """Wait for all hosts. When too many have failed, the others are asked to stop. Return the exit code of the whole."""
@@ -168,8 +169,7 @@ class HostRun:
         if left < self._fewest:
             self.stop(what)
         else:
-            with self._lock:
-                self._say(f"{what}: the run goes on with {left} of {len(self.hosts)} hosts, from its newest checkpoint")
+            self._tell(f"{what}: the run goes on with {left} of {len(self.hosts)} hosts, from its newest checkpoint")
 
 
 class Output:

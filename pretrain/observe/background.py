@@ -15,7 +15,7 @@ from pathlib import Path
 from pretrain.config.schema import Config
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord, known_records
-from pretrain.observe.sinks import Sink
+from pretrain.observe.sinks import Sink, open_whole
 from pretrain.observe.tracker_file import arrived_step, keep_arrived
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,9 @@ class InBackground(Sink):
     def _send(self) -> None:
         try:
             if not self._is_open:
-                self._open()
+                open_whole(self.sink, *self._start)
+                self._is_open = True
+                self._bring_up_to_date()
             while (record := self._take()) is not None:
                 try:
                     self.sink.write(record)
@@ -125,16 +127,6 @@ class InBackground(Sink):
     def _take(self) -> StepRecord | None:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
-
-    def _open(self) -> None:
-        try:
-            self.sink.open(*self._start)
-        except Exception:
-            with contextlib.suppress(Exception):  # what it took before it failed
-                self.sink.close()
-            raise
-        self._is_open = True
-        self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> None:
         """Let the lines that a start before this one may not have sent go first."""

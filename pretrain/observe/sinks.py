@@ -48,6 +48,16 @@ class Sink:
         """Called after the last record, even if the run failed, and when `open` fails."""
 
 
+def open_whole(sink: Sink, directory: Path, config: Config, step: int) -> None:
+    """Open a sink. If that fails, close it, so that it keeps nothing that it took before."""
+    try:
+        sink.open(directory, config, step)
+    except Exception:
+        with contextlib.suppress(Exception):
+            sink.close()
+        raise
+
+
 class Sinks:
     """All sinks of a run. `own` are this program's: only their OSErrors are tolerated, so that defects of ours are not hidden."""
 
@@ -65,12 +75,7 @@ class Sinks:
     def _open(self, sink: Sink) -> None:
         if id(sink) in self._opened:
             return
-        try:
-            sink.open(*self._start)
-        except Exception:
-            with contextlib.suppress(Exception):  # what it took before it failed
-                sink.close()
-            raise
+        open_whole(sink, *self._start)
         self._opened.add(id(sink))
 
     def write(self, record: StepRecord) -> None:

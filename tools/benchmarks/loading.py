@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
-from benchmarks.measure import MILLION, TOOLS, Options, Row, environment, in_turns, rate_row, require, resident_bytes
+from benchmarks.measure import MILLION, TOOLS, Options, Row, Turns, environment, in_turns, rate_row, require, resident_bytes
 
 import pretrain
 from pretrain.data.order import Mixture, Stage
@@ -62,19 +63,8 @@ def loader(options: Options) -> list[Row]:
         turns = in_turns(functions, options)
         baseline = turns.pop("numpy").rate(BATCH_TOKENS / MILLION)[0]
         for name, its in turns.items():
-            rows.append(
-                rate_row(
-                    "loader",
-                    f"sequences of {length}, {name}",
-                    its,
-                    BATCH_TOKENS / MILLION,
-                    "M tokens/s/process",
-                    "cpu",
-                    target=100.0,
-                    baseline=baseline,
-                    note=f"{_profile(loaders[name])}; baseline: numpy converts as many tokens twice",
-                )
-            )
+            note = f"{_profile(loaders[name])}; baseline: numpy converts as many tokens twice"
+            rows.append(_speed("loader", f"sequences of {length}, {name}", its, baseline=baseline, note=note))
     return rows
 
 
@@ -91,22 +81,16 @@ def shards(options: Options) -> list[Row]:
         first[count] = _timed(lambda data=data: _read_each(data), time.process_time) / count
         functions[count] = partial(next, _loader(data, "concatenate", 2048, False, options.work).batches(0))
     turns = in_turns(functions, options)
-    rows = [
-        rate_row(
-            "shards",
-            f"{count:,} shards: sequences of 2048, concatenate",
-            its,
-            BATCH_TOKENS / MILLION,
-            "M tokens/s/process",
-            "cpu",
-            target=100.0,
-            note="random reads of the same bytes, from the page cache",
-        )
-        for count, its in turns.items()
-    ]
+    note = "random reads of the same bytes, from the page cache"
+    rows = [_speed("shards", f"{count:,} shards: sequences of 2048, concatenate", its, note=note) for count, its in turns.items()]
     for count, seconds in first.items():
         rows.append(Row("shards", f"{count:,} shards: first read of each", MILLION * seconds, "us", "cpu", note="opens it"))
     return rows
+
+
+def _speed(part: str, name: str, turns: Turns, **more: Any) -> Row:
+    """A row of the tokens per second of one process, whose turns have `BATCH_TOKENS` each."""
+    return rate_row(part, name, turns, BATCH_TOKENS / MILLION, "M tokens/s/process", "cpu", target=100.0, **more)
 
 
 def _read_each(data: PreparedData) -> None:
@@ -174,49 +158,20 @@ def start(options: Options) -> list[Row]:
         typed = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TOOLS)!r}); {start}"]
         done = subprocess.run(typed, capture_output=True, text=True, check=True, env=environment())
         runs.append(json.loads(done.stdout))
-    rows = []
-    for name, key, target, baseline, what in (
-        (
-            "open",
-            "open",
-            2.0,
-            "listing",
-            "the standard library alone parses its JSON and asks for the sizes of the files",
-        ),
-        (
-            "opened to first batch of 512 x 1,024 tokens",
-            "first",
-            0.3,
-            "numpy",
-            "numpy reads as many windows from as many files",
-        ),
-    ):
-        values = sorted(run[key] for run in runs)
-        rows.append(
-            Row(
-                "start",
-                f"{shards:,} shards: {name}",
-                values[0],
-                "s",
-                "wall",
-                values[len(values) // 2],
-                target,
-                "lower",
-                min(run[baseline] for run in runs),
-                f"baseline: {what}",
-            )
-        )
-    rows.append(
-        Row(
-            "start",
-            f"{shards:,} shards: memory that opening takes",
-            max(run["memory"] for run in runs) / MILLION,
-            "MB",
-            better="lower",
-            note=f"of {max(run['before'] for run in runs) / MILLION:.0f} MB with what is imported",
-        )
-    )
-    return rows
+
+    def row(name: str, key: str, target: float, beside: str, note: str) -> Row:
+        values, baseline = sorted(run[key] for run in runs), min(run[beside] for run in runs)
+        return Row("start", f"{shards:,} shards: {name}", values[0], "s", "wall", values[len(values) // 2], target, "lower", baseline, note)
+
+    opening, before = (max(run[name] for run in runs) / MILLION for name in ("memory", "before"))
+    note = f"of {before:.0f} MB with what is imported"
+    json_alone = "baseline: the standard library alone parses its JSON and asks for the sizes of the files"
+    by_numpy = "baseline: numpy reads as many windows from as many files"
+    return [
+        row("open", "open", 2.0, "listing", json_alone),
+        row("opened to first batch of 512 x 1,024 tokens", "first", 0.3, "numpy", by_numpy),
+        Row("start", f"{shards:,} shards: memory that opening takes", opening, "MB", better="lower", note=note),
+    ]
 
 
 def measure_start(path: str) -> None:
@@ -231,18 +186,8 @@ def measure_start(path: str) -> None:
     first = time.perf_counter()
     listing = _timed(lambda: _list_files(Path(path)))
     numpy_reads = _timed(lambda: _read_files(data))
-    print(
-        json.dumps(
-            {
-                "open": opened - begin,
-                "first": first - opened,
-                "listing": listing,
-                "numpy": numpy_reads,
-                "before": before,
-                "memory": after - before,
-            }
-        )
-    )
+    seconds = {"open": opened - begin, "first": first - opened, "listing": listing, "numpy": numpy_reads}
+    print(json.dumps({**seconds, "before": before, "memory": after - before}))
 
 
 def _timed(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -36,37 +36,15 @@ def order(options: Options) -> list[Row]:
     permute_images = permute(consecutive, _SAMPLES, keys)
     turns = in_turns(functions, options)
     baseline = turns.pop("numpy").rate(count / MILLION)[0]
-    note = f"baseline: numpy permutes an array of {count:,}"
+    more = {"target": 3.0, "baseline": baseline, "note": f"baseline: numpy permutes an array of {count:,}"}
     rows = [
-        rate_row(
-            "order",
-            f"{name}, N = 10^10",
-            its,
-            count / MILLION,
-            "M indices/s/core",
-            "cpu",
-            target=3.0,
-            baseline=baseline,
-            note=note,
-        )
+        rate_row("order", f"{name}, N = 10^10", its, count / MILLION, "M indices/s/core", "cpu", **more)
         for name, its in turns.items()
     ]
     few = np.arange(4096)
-    peaks = {n: _peak_memory(partial(permute, few, n, keys)) for n in (10**6, 10**10, 10**18)}
-    name = "memory at its peak for 4,096 indices, N = 10^18"
-    rows.append(
-        Row(
-            "order",
-            name,
-            peaks[10**18] / 1024,
-            "KiB",
-            target=1.1 * peaks[10**6] / 1024,
-            better="lower",
-            baseline=peaks[10**6] / 1024,
-            note=f"baseline: N = 10^6; N = 10^10: {peaks[10**10] / 1024:.0f} KiB",
-        )
-    )
-    return rows
+    least, middle, most = (_peak_memory(partial(permute, few, n, keys)) / 1024 for n in (10**6, 10**10, 10**18))
+    name, note = "memory at its peak for 4,096 indices, N = 10^18", f"baseline: N = 10^6; N = 10^10: {middle:.0f} KiB"
+    return [*rows, Row("order", name, most, "KiB", target=1.1 * least, better="lower", baseline=least, note=note)]
 
 
 def _peak_memory(function: Callable[[], object]) -> int:
@@ -93,15 +71,10 @@ def packing(options: Options) -> list[Row]:
         baseline = turns["numpy"].rate(count)[0]
         note = f"groups of {len(lengths):,} documents; baseline: numpy sorts their lengths"
         name = f"best fit, sequences of {length}"
+        full, padded = 100 * loads.mean() / length, 100 * lengths.mean() / length
+        beside = "baseline: padded, a document or a part of one to a sample"
         rows += [
             rate_row("packing", name, turns["pack"], count, "M documents/s/core", "cpu", baseline=baseline, note=note),
-            Row(
-                "packing",
-                f"{name}: inputs that are tokens",
-                100 * loads.mean() / length,
-                "%",
-                baseline=100 * lengths.sum() / (len(lengths) * length),
-                note="baseline: padded, a document or a part of one to a sample",
-            ),
+            Row("packing", f"{name}: inputs that are tokens", full, "%", baseline=padded, note=beside),
         ]
     return rows

@@ -158,13 +158,8 @@ def _rows(name: str, turns: dict[str, Turns], clock: Any, unit: str, corpus: Cor
     target = _SPEED if unit == "MB/s/core" and "byte" in name else None
     made: dict[str, Any] = {"baseline": library[0], "note": "baseline: the library's batch encode of the same texts"}
     rate = (f"{name}: text to verified shards, per further MB", best, unit, clock, median, target)
-    share = (
-        f"{name}: the same, share of the library's batch encode",
-        100 * best / library[0],
-        "%",
-        clock,
-        100 * median / library[1],
-    )
+    shares = (100 * best / library[0], "%", clock, 100 * median / library[1])
+    share = (f"{name}: the same, share of the library's batch encode", *shares)
     alone = f"{100 * best / turns['engine'].rate(size)[0]:.0f}% of encoding alone" if "engine" in turns else ""
     rows = [
         rate_row(
@@ -276,26 +271,12 @@ def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
             os.link(corpus.path, folder / f"{number:03d}.jsonl")
         peaks.append(_peak_memory(folder, tokenizer, options.work / f"prepared-{copies}", options.cores) / MILLION)
         shutil.rmtree(options.work / f"prepared-{copies}")
-    note = "resident memory of all processes added up; shared memory counts in each"
+    once, more = peaks
+    first = f"peak memory, {options.cores} processes, {corpus.megabytes:.0f} MB of text"
+    note, of_more = "resident memory of all processes added up; shared memory counts in each", {"baseline": once, "note": "baseline: the text once"}
     return [
-        Row(
-            "preparation",
-            f"peak memory, {options.cores} processes, {corpus.megabytes:.0f} MB of text",
-            peaks[0],
-            "MB",
-            better="lower",
-            note=note,
-        ),
-        Row(
-            "preparation",
-            f"peak memory at {times} times the text",
-            peaks[1],
-            "MB",
-            target=1.1 * peaks[0],
-            better="lower",
-            baseline=peaks[0],
-            note="baseline: the text once",
-        ),
+        Row("preparation", first, once, "MB", better="lower", note=note),
+        Row("preparation", f"peak memory at {times} times the text", more, "MB", target=1.1 * once, better="lower", **of_more),
     ]
 
 

@@ -47,20 +47,9 @@ def inspect(options: Options) -> list[Row]:
     }
     for name, arguments in questions.items():
         seconds = sorted(_seconds([str(tool), "--run", str(run), *arguments]) for _ in range(options.turns))
-        rows.append(
-            Row(
-                "inspect",
-                f"{name}, from the command to its last line",
-                seconds[0],
-                "s",
-                "wall",
-                seconds[len(seconds) // 2],
-                1.0,
-                "lower",
-                min(_seconds(["-c", "import numpy"]) for _ in range(options.turns)),
-                "baseline: python starts and imports numpy",
-            )
-        )
+        name, median = f"{name}, from the command to its last line", seconds[len(seconds) // 2]
+        baseline, note = min(_seconds(["-c", "import numpy"]) for _ in range(options.turns)), "baseline: python starts and imports numpy"
+        rows.append(Row("inspect", name, seconds[0], "s", "wall", median, target=1.0, better="lower", baseline=baseline, note=note))
     return rows
 
 

@@ -21,18 +21,9 @@ WINDOWED = {"model.attention.window": Except(0)}
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling to longer contexts."""
 
-    theta: float | None = key(
-        None,
-        "Base of the rotation frequencies; 10000 by default.",
-        gt=1,
-        le=1e12,
-    )
+    theta: float | None = key(None, "Base of the rotation frequencies; 10000 by default.", gt=1, le=1e12)
     local_theta: float | None = key(
-        None,
-        "Base in layers with a sliding window; `theta` by default.",
-        gt=1,
-        le=1e12,
-        when=WINDOWED,
+        None, "Base in layers with a sliding window; `theta` by default.", gt=1, le=1e12, when=WINDOWED
     )
     fraction: float | None = key(None, "Share of a head's width that is rotated, from its beginning; 1 by default.", gt=0, le=1)
     layout: Literal["half", "interleaved"] | None = key(
@@ -45,11 +36,7 @@ class Rope:
         "`original_length`), `llama3` (by wavelength), `yarn` (arXiv 2309.00071).",
     )
     factor: float | None = key(
-        None,
-        "How many times `original_length` the scaled positions reach; 1 by default.",
-        ge=1,
-        le=1e6,
-        when=SCALED,
+        None, "How many times `original_length` the scaled positions reach; 1 by default.", ge=1, le=1e6, when=SCALED
     )
     original_length: int | None = key(
         None,
@@ -66,56 +53,26 @@ class Rope:
         when=LLAMA3,
     )
     high_frequency: float | None = key(
-        None,
-        "`llama3`: waves shorter than `original_length` / `high_frequency` are not scaled.",
-        gt=0,
-        le=1e6,
-        when=LLAMA3,
+        None, "`llama3`: waves shorter than `original_length` / `high_frequency` are not scaled.", gt=0, le=1e6, when=LLAMA3
     )
     beta_fast: float | None = key(
-        None,
-        "`yarn`: components that turn more often than this in original_length are kept.",
-        gt=0,
-        le=1e6,
-        when=YARN,
+        None, "`yarn`: components that turn more often than this in original_length are kept.", gt=0, le=1e6, when=YARN
     )
     beta_slow: float | None = key(
-        None,
-        "`yarn`: components that turn less often than this are scaled fully.",
-        gt=0,
-        le=1e6,
-        when=YARN,
+        None, "`yarn`: components that turn less often than this are scaled fully.", gt=0, le=1e6, when=YARN
     )
     attention_factor: float | None = key(
-        None,
-        "`yarn`: factor on the rotated vectors; 0 derives it from `factor`.",
-        ge=0,
-        le=1e6,
-        when=YARN,
+        None, "`yarn`: factor on the rotated vectors; 0 derives it from `factor`.", ge=0, le=1e6, when=YARN
     )
     mscale: float | None = key(
-        None,
-        "`yarn` of DeepSeek: weight of the derived attention factor; 0: not used.",
-        ge=0,
-        le=1e6,
-        when=YARN,
+        None, "`yarn` of DeepSeek: weight of the derived attention factor; 0: not used.", ge=0, le=1e6, when=YARN
     )
     mscale_all_dim: float | None = key(
-        None,
-        "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.",
-        ge=0,
-        le=1e6,
-        when=YARN,
+        None, "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.", ge=0, le=1e6, when=YARN
     )
-    truncate: bool | None = key(
-        None,
-        "`yarn`: round the range of components that are blended to whole ones.",
-        when=YARN,
-    )
+    truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.", when=YARN)
     scale_local: bool | None = key(
-        None,
-        "Whether layers with a sliding window are scaled as well; true by default.",
-        when=WINDOWED,
+        None, "Whether layers with a sliding window are scaled as well; true by default.", when=WINDOWED
     )
 
 
@@ -131,10 +88,7 @@ class Relative:
         le=2**20,
     )
     max_distance: int | None = key(
-        None,
-        "From this distance on, tokens, all are in the last bucket; 128 by default.",
-        ge=2,
-        le=LONGEST,
+        None, "From this distance on, tokens, all are in the last bucket; 128 by default.", ge=2, le=LONGEST
     )
 
 
@@ -144,27 +98,16 @@ class AttentionConfig:
 
     bias: list[Projection] | None = key(None, "Projections that have a bias; [] by default.")
     query_scalar: float | None = key(
-        None,
-        "Scores are divided by the square root of this; `head_dim` by default.",
-        gt=0,
-        le=1e12,
+        None, "Scores are divided by the square root of this; `head_dim` by default.", gt=0, le=1e12
     )
     soft_cap: float | None = key(
-        None,
-        "Scores are squashed to this range: cap × tanh(score / cap) (Gemma 2); 0: not.",
-        ge=0,
-        le=1e6,
+        None, "Scores are squashed to this range: cap × tanh(score / cap) (Gemma 2); 0: not.", ge=0, le=1e6
     )
     window: int | None = key(
-        None,
-        "Positions a query sees, itself and those before it, in layers with a window; 0: all.",
-        ge=0,
-        le=LONGEST,
+        None, "Positions a query sees, itself and those before it, in layers with a window; 0: all.", ge=0, le=LONGEST
     )
     window_pattern: list[bool] | None = key(
-        None,
-        "Which layers have the window, repeated over the layers; [true] by default.",
-        when=WINDOWED,
+        None, "Which layers have the window, repeated over the layers; [true] by default.", when=WINDOWED
     )
     sinks: bool | None = key(None, "A learned logit per head that takes its share of the softmax and adds no value (gpt-oss).")
 
@@ -174,38 +117,12 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector per position."""
 
     kv_rank: int | None = key(
-        None,
-        "Width of the vector that keys and values are made from; 0: ordinary attention.",
-        ge=0,
-        le=WIDEST,
+        None, "Width of the vector that keys and values are made from; 0: ordinary attention.", ge=0, le=WIDEST
     )
-    query_rank: int | None = key(
-        None,
-        "Width that queries are compressed to; 0: they are not.",
-        ge=0,
-        le=WIDEST,
-    )
+    query_rank: int | None = key(None, "Width that queries are compressed to; 0: they are not.", ge=0, le=WIDEST)
     rope_dim: int | None = key(
-        None,
-        "Width of the part of a head that is rotated; its key is shared by all heads.",
-        ge=0,
-        le=2**20,
+        None, "Width of the part of a head that is rotated; its key is shared by all heads.", ge=0, le=2**20
     )
-    plain_dim: int | None = key(
-        None,
-        "Width of the part of a head that is not rotated.",
-        ge=0,
-        le=2**20,
-    )
-    value_dim: int | None = key(
-        None,
-        "Width of a head's values.",
-        ge=0,
-        le=2**20,
-    )
-    norm_eps: float | None = key(
-        None,
-        "`norm_eps` of the narrow vectors; 1e-6 by default.",
-        gt=0,
-        le=1,
-    )
+    plain_dim: int | None = key(None, "Width of the part of a head that is not rotated.", ge=0, le=2**20)
+    value_dim: int | None = key(None, "Width of a head's values.", ge=0, le=2**20)
+    norm_eps: float | None = key(None, "`norm_eps` of the narrow vectors; 1e-6 by default.", gt=0, le=1)

@@ -65,10 +65,7 @@ class MixtureStage:
         le=2**62,
     )
     weights: dict[str, float] = key(
-        {},
-        "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.",
-        ge=0,
-        le=1e15,
+        {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0, le=1e15
     )
 
 
@@ -78,28 +75,14 @@ class Text:
 
     input: list[str] = key([], "Files, folders, globs and URLs of text, as of tools/prepare_data.py --input.")
     dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, by name (it is downloaded) or a directory.")
-    dataset_config: str | None = key(
-        None,
-        "Configuration of the dataset.",
-        when={"data.text.dataset": SET},
-    )
+    dataset_config: str | None = key(None, "Configuration of the dataset.", when={"data.text.dataset": SET})
     revision: str | None = key(
-        None,
-        "Revision of the dataset; give one, so that it cannot change during the run.",
-        when={"data.text.dataset": SET},
+        None, "Revision of the dataset; give one, so that it cannot change during the run.", when={"data.text.dataset": SET}
     )
-    split: str = key(
-        "train",
-        "Split of the dataset.",
-        when={"data.text.dataset": SET},
-    )
+    split: str = key("train", "Split of the dataset.", when={"data.text.dataset": SET})
     tokenizer: str | None = key(None, "Directory or file of the tokenizer.")
     text_field: str = key("text", "JSON field, or column, that holds the text.")
-    documents: Literal["file", "line"] = key(
-        "file",
-        "What a document is in plain text.",
-        when={"data.text.dataset": UNSET},
-    )
+    documents: Literal["file", "line"] = key("file", "What a document is in plain text.", when={"data.text.dataset": UNSET})
 
 
 @dataclass
@@ -109,12 +92,7 @@ class CacheOptions:
     dir: str | None = key(
         None, "Folder on a local disk; `pretrain` in the user's cache folder ($XDG_CACHE_HOME, ~/.cache) by default."
     )
-    limit_gb: float = key(
-        100.0,
-        "Most that is kept of remote shards, GB; the least recently used are dropped.",
-        gt=0,
-        le=1e9,
-    )
+    limit_gb: float = key(100.0, "Most that is kept of remote shards, GB; the least recently used are dropped.", gt=0, le=1e9)
 
 
 @dataclass
@@ -124,12 +102,7 @@ class SpanOptions:
     """
 
     noise_density: float = key(0.15, "Share of a sample's tokens that is taken out.", gt=0, lt=1)
-    mean_span_length: float = key(
-        3.0,
-        "Tokens of a span on average.",
-        ge=1,
-        le=2**31 - 1,
-    )
+    mean_span_length: float = key(3.0, "Tokens of a span on average.", ge=1, le=2**31 - 1)
     sentinels: int = key(
         100,
         "Ids at the end of the vocabulary that stand for a span each, beyond those of the tokenizer; a sample's spans at most.",
@@ -193,18 +166,9 @@ class Data:
         when={"data.pairs": UNSET},
     )
     shuffle_shards: int = key(
-        8,
-        "Shards that are mixed at a time with `shuffle: shards`.",
-        ge=1,
-        le=2**31 - 1,
-        when={"data.shuffle": ("shards",)},
+        8, "Shards that are mixed at a time with `shuffle: shards`.", ge=1, le=2**31 - 1, when={"data.shuffle": ("shards",)}
     )
-    seed: int | None = key(
-        None,
-        "Seed of the data order; `run.seed` by default.",
-        ge=0,
-        le=2**63 - 1,
-    )
+    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0, le=2**63 - 1)
     workers: int = key(
         1,
         "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
@@ -213,9 +177,7 @@ class Data:
         resume="free",
     )
     verify: Literal["full", "size"] = key(
-        "full",
-        "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.",
-        resume="free",
+        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.", resume="free"
     )
     text: Text = section(Text)
     pairs: str | None = key(

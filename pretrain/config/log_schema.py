@@ -68,12 +68,7 @@ class PrometheusLog:
 class Log:
     """What is reported."""
 
-    every_steps: int = key(
-        10,
-        "Optimizer steps between log lines.",
-        ge=1,
-        le=MOST_STEPS,
-    )
+    every_steps: int = key(10, "Optimizer steps between log lines.", ge=1, le=MOST_STEPS)
     layers_every_steps: int = key(
         0,
         "Optimizer steps between statistics of each layer: norms of weights, gradients and updates, sizes of activations, largest scores of attention. "

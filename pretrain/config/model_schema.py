@@ -59,18 +59,8 @@ class ExpertsConfig:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
     count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
-    active: int | None = key(
-        None,
-        "Experts a token is sent to.",
-        ge=0,
-        le=100_000,
-    )
-    ffn_dim: int | None = key(
-        None,
-        "Hidden width of an expert; `model.ffn_dim` by default.",
-        ge=0,
-        le=2**26,
-    )
+    active: int | None = key(None, "Experts a token is sent to.", ge=0, le=100_000)
+    ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0, le=2**26)
     shared: int | None = key(
         None,
         "How many experts every token passes through. Together they are one MLP, whose width is this number times `ffn_dim`.",
@@ -78,30 +68,16 @@ class ExpertsConfig:
         le=10_000,
     )
     dense_layers: list[int] | None = key(
-        None,
-        "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default.",
-        le=10_000,
+        None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default.", le=10_000
     )
     scoring: Literal["softmax", "sigmoid"] | None = key(None, "What turns the router's logits into scores.")
     normalise: bool | None = key(None, "Whether the weights of a token's experts are made to sum to one.")
-    scale: float | None = key(
-        None,
-        "Factor on those weights.",
-        gt=0,
-        le=1e6,
-    )
+    scale: float | None = key(None, "Factor on those weights.", gt=0, le=1e6)
     groups: int | None = key(
-        None,
-        "Groups of experts; a token chooses among the experts of its best groups. 1: no groups.",
-        ge=1,
-        le=100_000,
+        None, "Groups of experts; a token chooses among the experts of its best groups. 1: no groups.", ge=1, le=100_000
     )
     active_groups: int | None = key(
-        None,
-        "Groups a token's experts are chosen from.",
-        ge=1,
-        le=100_000,
-        when={"model.experts.groups": Except(1)},
+        None, "Groups a token's experts are chosen from.", ge=1, le=100_000, when={"model.experts.groups": Except(1)}
     )
     router_bias: bool | None = key(None, "Whether the router's projection has a bias.")
     correction: bool | None = key(
@@ -133,11 +109,7 @@ class ExpertsConfig:
         when={"model.experts.balance_loss": Except(0.0)},
     )
     router_z_loss: float | None = key(
-        None,
-        "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).",
-        ge=0,
-        resume="accept",
-        le=1e6,
+        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0, resume="accept", le=1e6
     )
 
 
@@ -152,10 +124,7 @@ class EncoderConfig:
         le=10_000,
     )
     vocab_size: int | None = key(
-        None,
-        "Token ids the encoder knows; those of the tokenizer of the sources by default.",
-        ge=2,
-        le=MOST_TOKENS,
+        None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2, le=MOST_TOKENS
     )
     share_embedding: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
     decoder_start_id: int | None = key(
@@ -186,17 +155,9 @@ class Model:
     layers: int = key(6, "Number of decoder blocks.", ge=1, le=4096)
     heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
-        None,
-        "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.",
-        ge=1,
-        le=100_000,
+        None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1, le=100_000
     )
-    head_dim: int | None = key(
-        None,
-        "Width of a head; `dim / heads` by default.",
-        ge=1,
-        le=2**20,
-    )
+    head_dim: int | None = key(None, "Width of a head; `dim / heads` by default.", ge=1, le=2**20)
     ffn_dim: int | None = key(
         None,
         "Hidden width of the MLP; by default 4 × `dim`, or 8/3 of it rounded up to a multiple of 64 where it is gated.",
@@ -211,10 +172,7 @@ class Model:
     )
     tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
     norm_eps: float | None = key(
-        None,
-        "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.",
-        gt=0,
-        le=1,
+        None, "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.", gt=0, le=1
     )
     positions: Literal["rope", "learned", "sinusoidal", "relative", "none"] | None = key(
         None,
@@ -226,28 +184,12 @@ class Model:
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
     )
     embedding_multiplier: float | None = key(
-        None,
-        "Factor on the token embeddings; Gemma's is the square root of `dim`.",
-        gt=0,
-        le=1e6,
+        None, "Factor on the token embeddings; Gemma's is the square root of `dim`.", gt=0, le=1e6
     )
-    residual_multiplier: float | None = key(
-        None,
-        "Factor on what a sublayer adds to the residual stream.",
-        gt=0,
-        le=1e6,
-    )
-    logit_multiplier: float | None = key(
-        None,
-        "Factor on the logits.",
-        gt=0,
-        le=1e6,
-    )
+    residual_multiplier: float | None = key(None, "Factor on what a sublayer adds to the residual stream.", gt=0, le=1e6)
+    logit_multiplier: float | None = key(None, "Factor on the logits.", gt=0, le=1e6)
     logit_soft_cap: float | None = key(
-        None,
-        "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.",
-        ge=0,
-        le=1e6,
+        None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0, le=1e6
     )
     dropout: float = key(
         0.0,
@@ -304,9 +246,5 @@ class Model:
         "with attention.query_scalar=1 that of queries is also divided by sqrt(head_dim) (T5). `fixed` by default.",
     )
     init_std: float | None = key(
-        None,
-        "Scale of initial weights; 0.02 by default, 1 with family `t5`.",
-        gt=0,
-        resume="free",
-        le=1000,
+        None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0, resume="free", le=1000
     )

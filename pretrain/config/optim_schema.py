@@ -71,12 +71,7 @@ class Optim:
         "AdamW (arXiv 2405.15682), which needs `schedule.name=constant`: the model is a running mean of the weights.",
         resume="never",
     )
-    lr: float = key(
-        3e-4,
-        "Peak learning rate; `schedule` scales it.",
-        gt=0,
-        le=1e38,
-    )
+    lr: float = key(3e-4, "Peak learning rate; `schedule` scales it.", gt=0, le=1e38)
     betas: tuple[float, float] = key(
         (0.9, 0.95),
         "AdamW, and what Muon leaves to AdamW: decay rates of the running means of the gradient and of its square. Lion has one mean, of the gradient: "
@@ -93,17 +88,9 @@ class Optim:
         le=1,
         when={"optim.name": ("adamw", "muon", "schedule_free_adamw")},
     )
-    weight_decay: float = key(
-        0.1,
-        "Decoupled weight decay, times the learning rate.",
-        ge=0,
-        le=1000,
-    )
+    weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0, le=1000)
     clip: float = key(
-        1.0,
-        "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.",
-        ge=0,
-        le=1e30,
+        1.0, "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.", ge=0, le=1e30
     )
     skip_nonfinite: int = key(
         0,

@@ -13,10 +13,7 @@ class DDP:
     """Options of DistributedDataParallel."""
 
     bucket_mb: float = key(
-        25.0,
-        "Gradients are reduced in buckets of this size, MiB, while backward goes on.",
-        gt=0,
-        le=1_000_000,
+        25.0, "Gradients are reduced in buckets of this size, MiB, while backward goes on.", gt=0, le=1_000_000
     )
     gradient_as_bucket_view: bool = key(True, "Let gradients be views of the buckets: saves a copy of the gradients.")
 
@@ -119,9 +116,7 @@ class Parallel:
         when={"parallel.strategy": ("fsdp",)},
     )
     offload: bool = key(
-        False,
-        "Keep sharded weights, gradients and optimizer state in host memory.",
-        when={"parallel.strategy": ("fsdp",)},
+        False, "Keep sharded weights, gradients and optimizer state in host memory.", when={"parallel.strategy": ("fsdp",)}
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
         "none",

@@ -28,12 +28,7 @@ class Run:
         0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0, le=2**63 - 1, resume="accept"
     )
     steps: int = key(
-        1000,
-        "Optimizer steps of the whole run.",
-        ge=1,
-        resume="schedule",
-        le=MOST_STEPS,
-        when={"run.tokens": UNSET},
+        1000, "Optimizer steps of the whole run.", ge=1, resume="schedule", le=MOST_STEPS, when={"run.tokens": UNSET}
     )
     tokens: int | None = key(
         None,
@@ -99,12 +94,7 @@ class BatchStage:
     until_tokens: int = key(
         "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1, le=2**62
     )
-    sequences: int = key(
-        "???",
-        "Samples per optimizer step in this stage, over all ranks.",
-        ge=1,
-        le=2**40,
-    )
+    sequences: int = key("???", "Samples per optimizer step in this stage, over all ranks.", ge=1, le=2**40)
 
 
 @dataclass
@@ -168,6 +158,9 @@ class Batch:
     )
 
 
+TRANSLATING = {"validation.translation.every_steps": SET}
+
+
 @dataclass
 class Translation:
     """Translations of validation pairs, decoded by all ranks together and scored: BLEU and chrF (sacrebleu), character and word error rate."""
@@ -179,49 +172,23 @@ class Translation:
         when={"data.pairs": SET, "data.validation": SET},
         le=MOST_STEPS,
     )
-    sequences: int = key(
-        0,
-        "Pairs per validation source: its first ones; 0 takes all.",
-        ge=0,
-        when={"validation.translation.every_steps": SET},
-        le=2**40,
-    )
-    beam: int = key(
-        1,
-        "Hypotheses kept per sentence; 1 is greedy.",
-        ge=1,
-        when={"validation.translation.every_steps": SET},
-        le=1000,
-    )
+    sequences: int = key(0, "Pairs per validation source: its first ones; 0 takes all.", ge=0, when=TRANSLATING, le=2**40)
+    beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1, when=TRANSLATING, le=1000)
     length_penalty: float = key(
-        0.6,
-        "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.",
-        ge=0,
-        when={"validation.translation.every_steps": SET},
-        le=100,
+        0.6, "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.", ge=0, when=TRANSLATING, le=100
     )
     max_ratio: float = key(
-        2.0,
-        "Longest translation, as a multiple of the source's tokens, plus `max_extra`.",
-        ge=0,
-        when={"validation.translation.every_steps": SET},
-        le=1000,
+        2.0, "Longest translation, as a multiple of the source's tokens, plus `max_extra`.", ge=0, when=TRANSLATING, le=1000
     )
     max_extra: int = key(
         10,
         "Tokens that a translation may have beyond `max_ratio` times those of its source.",
         ge=1,
-        when={"validation.translation.every_steps": SET},
+        when=TRANSLATING,
         le=1_000_000,
     )
-    lowercase: bool = key(False, "Whether scores ignore case.", when={"validation.translation.every_steps": SET})
-    samples: int = key(
-        3,
-        "Translations that are written to the log.",
-        ge=0,
-        when={"validation.translation.every_steps": SET},
-        le=1_000_000,
-    )
+    lowercase: bool = key(False, "Whether scores ignore case.", when=TRANSLATING)
+    samples: int = key(3, "Translations that are written to the log.", ge=0, when=TRANSLATING, le=1_000_000)
 
 
 @dataclass
@@ -229,10 +196,7 @@ class Loss:
     """What is minimised, beside the cross-entropy. Validation reports the cross-entropy alone."""
 
     label_smoothing: float = key(
-        0.0,
-        "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567).",
-        ge=0,
-        lt=1,
+        0.0, "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567).", ge=0, lt=1
     )
     z_loss: float = key(
         0.0,
@@ -270,11 +234,7 @@ class Validation:
         le=MOST_STEPS,
     )
     sequences: int = key(
-        64,
-        "Samples per validation source: its first ones; 0 takes all.",
-        ge=0,
-        when={"data.validation": SET},
-        le=2**40,
+        64, "Samples per validation source: its first ones; 0 takes all.", ge=0, when={"data.validation": SET}, le=2**40
     )
     prompts: list[str] = key(
         [],
@@ -289,18 +249,8 @@ class Validation:
 class Checkpoint:
     """When the state is saved and how long it is kept. The last step is always saved."""
 
-    every_steps: int = key(
-        0,
-        "Optimizer steps between checkpoints; 0: no periodic one.",
-        ge=0,
-        le=MOST_STEPS,
-    )
-    every_seconds: float = key(
-        1800.0,
-        "Seconds between checkpoints; 0: not by time.",
-        ge=0,
-        le=1e9,
-    )
+    every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0, le=MOST_STEPS)
+    every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0, le=1e9)
     background: bool = key(
         False,
         "Write a checkpoint while training goes on. Training stands still only while each rank copies what it will write to the host's memory, "

@@ -111,7 +111,7 @@ def test_work_goes_on_whose_progress_cannot_be_printed(monkeypatch, stream):
     """A preparation ended at its first line on standard error, if that was closed (`2>&-`), or its log on a full disk."""
     monkeypatch.setattr(sys, "stderr", stream and open(stream, "w"))
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
-    with progress.CorpusProgress("preparing", every_seconds=0.0) as corpus, progress.ByteProgress("reading", 10) as read:
+    with progress.CorpusProgress("preparing") as corpus, progress.ByteProgress("reading", 10) as read:
         corpus.add(1, 2, 3)
         read.add(4)
     assert (corpus.tokens, read.done) == (2, 4)

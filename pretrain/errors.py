@@ -100,13 +100,17 @@ def print_error(error: UserError, before_end: Callable[[], object] | None = None
     the error alone, and prints it.
     """
     waits = os.environ.get("LOCAL_RANK", "0") != "0" and error.rank is None
-    if waits and before_end:
+    if not waits:
+        _say_error(error)
+    if before_end:
         before_end()
     if waits:
         time.sleep(OTHERS_WAIT_SECONDS)
-    say("error: " + " ".join(str(error).splitlines()), to_errors=True)
-    if not waits and before_end:
-        before_end()
+        _say_error(error)
+
+
+def _say_error(error: UserError) -> None:
+    say(f"error: {line_of(error)}", to_errors=True)
 
 
 def say(line: str, to_errors: bool = False) -> None:
@@ -194,7 +198,7 @@ def _exit_code(function: Callable[[], object]) -> int:
     try:
         code = function()
     except UserError as error:
-        say("error: " + " ".join(str(error).split("\n")), to_errors=True)
+        _say_error(error)
         return error.exit_code
     except OSError as error:
         is_full = error.errno in FULL

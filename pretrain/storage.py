@@ -173,19 +173,13 @@ def sealed_json(content: Mapping[str, Any]) -> str:
     return json.dumps({**content, _SEAL: _seal_of(content)}, indent=2) + "\n"
 
 
-def unsealed(text: bytes, required: bool = True) -> dict[str, Any]:
-    """The object that `sealed_json` wrote. Unless `required`, an object without a seal is read too, as older versions
-    wrote it.
-
-    Raises ValueError for anything else, and for an object that was altered.
-    """
+def unsealed(text: bytes) -> dict[str, Any]:
+    """The object that `sealed_json` wrote. Raises ValueError for anything else, and for an object that was altered."""
     content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError("not an object")
-    if required or _SEAL in content:
-        seal = content.pop(_SEAL, None)
-        if seal != _seal_of(content):
-            raise ValueError("damaged, or edited by hand: its values do not match its seal")
+    if content.pop(_SEAL, None) != _seal_of(content):
+        raise ValueError("damaged, or edited by hand: its values do not match its seal")
     return content
 
 

@@ -21,7 +21,7 @@ from pretrain.config.foreign import answer_to, value_advice
 from pretrain.config.keys import REMOVED, RENAMED
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
-from pretrain.config.written import build_section
+from pretrain.config.written import build_section, flatten
 from pretrain.errors import ConfigError
 
 
@@ -34,22 +34,16 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     tree = read_file(Path(path)) if path is not None else Tree()
     for override in overrides or []:
         apply_override(tree, override)
-    _check_references(tree.values, "", tree.origins)
+    has_references = _has_references(tree.values, tree.origins)
     _check_section(Config, tree.values, "", tree.origins)
     values = tree.values
-    if _refers(values):
+    if has_references:
         values = _resolved(tree, str(path or "command line"))
         _check_section(Config, values, "", tree.origins, resolved=True)
     config = build_section(Config, values)
     if config.run.name is None and path is not None:
         config.run.name = Path(path).stem
     return config, tree.origins
-
-
-def _refers(value: Any) -> bool:
-    if isinstance(value, (dict, list)):
-        return any(_refers(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and "${" in value
 
 
 def _resolved(tree: Tree, place: str) -> dict[str, Any]:
@@ -67,21 +61,20 @@ def _resolved(tree: Tree, place: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
-def _check_references(value: Any, path: str, origins: dict[str, Origin]) -> None:
-    """Raise ConfigError for a `${...}` that is not the path of another key.
+def _has_references(values: dict[str, Any], origins: dict[str, Origin]) -> bool:
+    """Whether values refer to other keys. Raises ConfigError for a `${...}` that is not the path of another key.
 
     OmegaConf has more: `${oc.env:X}` reads the environment, which no record of a run shows, and `${oc.decode:X}` parses.
     """
-    if isinstance(value, (dict, list)):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_references(item, f"{path}.{name}" if path else str(name), origins)
-    elif isinstance(value, str):
+    written = {path: value for path, value in flatten(values).items() if isinstance(value, str) and "${" in value}
+    for path, value in written.items():
         for found in re.finditer(r"\$\{([^}]*)\}?", value):
             if not re.fullmatch(r"\.*[A-Za-z_]\w*(\.\w+|\[\d+\])*", found[1]):
                 raise ConfigError(
                     f"{origin_of(path, origins)}: {path}={_shown(value)}: {found[0]} is not a reference to another key, such as "
                     "${run.seed}; write the value itself"
                 )
+    return bool(written)
 
 
 def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin], resolved: bool = False) -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pretrain.data.shards.remote_files import RemoteFiles
     from pretrain.data.shards.shard_cache import ShardCache
 
+_TOKENS, _DOCUMENTS, _ORIGINS = range(3)  # the files of a shard, in the order of `Shard.stored`
 _DENSE = 512  # bytes of a document index: reading up to this many is cheaper than skipping them with another call
 
 
@@ -191,7 +192,7 @@ class PreparedData:
             zip(shards.tolist(), firsts.tolist(), (lengths * self.dtype.itemsize).tolist())
         ):
             if first + size <= ends[shard]:
-                parts.append(get((shard, False)).read(size, first))
+                parts.append(get((shard, _TOKENS)).read(size, first))
             else:
                 parts.append(self._read(int(starts[number]), int(lengths[number])))
         return np.frombuffer(b"".join(parts), dtype=self.dtype)
@@ -202,7 +203,7 @@ class PreparedData:
         while count:
             first = start - self._token_starts[shard]
             taken = min(count, self.manifest.shards[shard].tokens - first)
-            parts.append(self._files.get((shard, False)).read(taken * self.dtype.itemsize, first * self.dtype.itemsize))
+            parts.append(self._files.get((shard, _TOKENS)).read(taken * self.dtype.itemsize, first * self.dtype.itemsize))
             start, count, shard = start + taken, count - taken, shard + 1
         return b"".join(parts)
 
@@ -256,7 +257,7 @@ class PreparedData:
 
     def _shard_ends(self, shard: int, first: int, last: int) -> np.ndarray:
         """Shard positions just after the documents first..last-1 of a shard, int64."""
-        content = self._files.get((shard, True)).read((last - first) * INDEX_DTYPE.itemsize, first * INDEX_DTYPE.itemsize)
+        content = self._files.get((shard, _DOCUMENTS)).read((last - first) * INDEX_DTYPE.itemsize, first * INDEX_DTYPE.itemsize)
         return np.frombuffer(content, dtype=INDEX_DTYPE).astype(np.int64)
 
     def prefetch(self, start: int, count: int) -> None:
@@ -282,7 +283,7 @@ class PreparedData:
             raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
         shard = bisect.bisect_right(self._document_starts, document) - 1
         place = (document - self._document_starts[shard]) * ORIGIN_DTYPE.itemsize
-        record = np.frombuffer(self._open((shard, None)).read(ORIGIN_DTYPE.itemsize, place), dtype=ORIGIN_DTYPE)
+        record = np.frombuffer(self._open((shard, _ORIGINS)).read(ORIGIN_DTYPE.itemsize, place), dtype=ORIGIN_DTYPE)
         number, row = record[0].tolist()
         return self._inputs[number], row
 
@@ -321,9 +322,7 @@ class PreparedData:
             return
         for shard in shards:
             for file in self.manifest.shards[shard].stored(self.dtype):
-                check_size(self._place(file.name), file.size)
-                if hashes:
-                    check_content(self.path / file.name, file.sha256, seen)
+                self._verify_local(file, hashes, seen)
             if hashes:
                 self._check_documents(shard)
                 self._check_end(shard)
@@ -334,13 +333,17 @@ class PreparedData:
         Behind a URL this downloads those that are not in the cache. Raises DataError naming the first damaged one.
         """
         for shard in range(len(self.manifest.shards)):
+            file = self._file(shard, _DOCUMENTS)
             if self._remote is not None:
-                self._remote.verify([self._file((shard, True))], fetch=True)
+                self._remote.verify([file], fetch=True)
             else:
-                file = self._file((shard, True))
-                check_size(self.path / file.name, file.size)
-                check_content(self.path / file.name, file.sha256)
+                self._verify_local(file, hashes=True)
             self._check_documents(shard)
+
+    def _verify_local(self, file: StoredFile, hashes: bool, seen: Callable[[int], object] | None = None) -> None:
+        check_size(self._place(file.name), file.size)
+        if hashes:
+            check_content(self.path / file.name, file.sha256, seen)
 
     def _check_documents(self, shard: int) -> None:
         """Raise DataError unless the ends of a shard's documents rise up to the end of its tokens."""
@@ -358,7 +361,7 @@ class PreparedData:
     def _check_end(self, shard: int) -> None:
         """Raise DataError unless the last document of a shard ends with the manifest's end-of-document token."""
         entry, size = self.manifest.shards[shard], self.dtype.itemsize
-        last = int.from_bytes(self._files.get((shard, False)).read(size, (entry.tokens - 1) * size), "little")
+        last = int.from_bytes(self._files.get((shard, _TOKENS)).read(size, (entry.tokens - 1) * size), "little")
         if last != self.eod_id:
             raise DataError(
                 f"{self._place(entry.file)}: ends with token {last}, but manifest.json says that documents end with {self.eod_id}; "
@@ -368,13 +371,12 @@ class PreparedData:
     def _place(self, name: str) -> str:
         return f"{str(self.path).rstrip('/')}/{name}"
 
-    def _open(self, key: tuple[int, bool | None]) -> OpenFile:
-        """A file of a shard: its tokens (False), its document index (True) or its origins (None)."""
-        file = self._file(key)
+    def _open(self, key: tuple[int, int]) -> OpenFile:
+        file = self._file(*key)
         if self._remote is not None:
             with self._remote.open(file) as copy:
                 return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name), self._remote.cache.path(file.sha256))
         return OpenFile.at(self.path / file.name, file.size)
 
-    def _file(self, key: tuple[int, bool | None]) -> StoredFile:
-        return self.manifest.shards[key[0]].stored(self.dtype)[2 if key[1] is None else key[1]]
+    def _file(self, shard: int, which: int) -> StoredFile:
+        return self.manifest.shards[shard].stored(self.dtype)[which]

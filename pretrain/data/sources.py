@@ -17,6 +17,7 @@ from pretrain.config.schema import BatchStage, Config, LengthStage
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
+from pretrain.data.shards.manifest import directory_name
 from pretrain.data.shards.reader import Holding, PreparedData
 from pretrain.data.shards.shard_cache import ShardCache, default_directory
 from pretrain.data.shards.transfer import is_url
@@ -224,10 +225,7 @@ def open_prepared(path: str, data: Data) -> PreparedData:
 
 def source_name(source: Source | ValidationSource) -> str:
     """The name of a source in logs and stages."""
-    if source.name:
-        return source.name
-    path = Path(source.path)
-    return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
+    return source.name or directory_name(source.path)
 
 
 def check_tokenizers(sources: Sequence[Samples]) -> None:

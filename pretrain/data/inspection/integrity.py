@@ -14,7 +14,14 @@ from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.pairs.prepared_pairs import INVALID_KEY, SIDES, read_pairs
 from pretrain.data.pairs.prepared_pairs import NAME as PAIRS_NAME
-from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest, tokenizer_difference
+from pretrain.data.shards.manifest import (
+    INDEX_DTYPE,
+    INPUTS_NAME,
+    INVALID_NAME,
+    read_manifest,
+    splits_with,
+    tokenizer_difference,
+)
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
@@ -115,12 +122,12 @@ def _of_directory(path: str) -> Iterator[_Found]:
     if (folder / PAIRS_NAME).exists():
         yield from _of_pairs(path)
         return
-    paired = [folder / name for name in ("train", "validation") if (folder / name / PAIRS_NAME).is_file()]
+    paired = splits_with(folder, PAIRS_NAME)
     for split in paired:
         yield from _of_pairs(str(split))
     if paired:
         return
-    splits = [folder / name for name in ("train", "validation") if (folder / name / "manifest.json").is_file()]
+    splits = splits_with(folder, "manifest.json")
     if (folder / "manifest.json").exists() or not splits:
         splits = [folder]
         read_manifest(folder)  # raises the error for a path that is not a prepared directory

@@ -26,7 +26,7 @@ import numpy as np
 
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.text_inputs import Tally, lines_of
-from pretrain.data.shards.manifest import INVALID_NAME, read_described, write_invalid
+from pretrain.data.shards.manifest import INVALID_NAME, directory_name, read_described, splits_with, write_invalid
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
@@ -51,8 +51,8 @@ def read_pairs(directory: Path) -> dict[str, Any]:
     """The checked content of `directory`/pairs.json. Raises DataError, naming the file, unless it ties the manifests of both sides."""
     file = directory / NAME
     if not file.is_file():
-        splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
-        hint = f"did you mean {directory / splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
+        splits = splits_with(directory, NAME)
+        hint = f"did you mean {splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
         raise DataError(f"{file}: missing; {hint}")
     content = read_described(file, FORMAT, READABLE, "prepare the pairs again")
     for key in sorted(_KEYS ^ content.keys() - {INVALID_KEY}):
@@ -90,8 +90,7 @@ class PreparedPairs:
             if data.documents != content["pairs"]:
                 raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, but {side} has {data.documents} documents")
             data.check_tokenizer()
-        split = path.name in ("train", "validation") and path.parent.name
-        return cls(name or split or path.name, path, *sides, content["preparation"])
+        return cls(name or directory_name(path), path, *sides, content["preparation"])
 
     def __len__(self) -> int:
         return self.source.documents

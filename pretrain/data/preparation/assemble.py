@@ -49,8 +49,6 @@ _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 _CHUNK_TOKENS = 1 << 20  # tokens at a time, or one document
 _MOST_ROWS = 2**32
 
-SPLITS = ("train", "validation")
-
 
 def find_duplicates(parts: UnitParts, units: Sequence[PartSummary], directory: Path) -> tuple[Path, int]:
     """(file, count): a file with one byte per document in order, 1 for a repetition of an earlier one; and their number.

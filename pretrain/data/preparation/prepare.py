@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.preparation.assemble import SPLITS, Selection, assemble, find_duplicates
+from pretrain.data.preparation.assemble import Selection, assemble, find_duplicates
 from pretrain.data.preparation.encode import Encoder
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.parts import PartSummary, UnitParts
@@ -33,7 +33,7 @@ from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
 from pretrain.data.preparation.unit_work import UnitJob, do_unit, sample_texts
 from pretrain.data.preparation.work_directory import WorkDirectory
-from pretrain.data.shards.manifest import INVALID_NAME, Manifest, read_manifest
+from pretrain.data.shards.manifest import INVALID_NAME, SPLITS, Manifest, read_manifest
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError, say

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pretrain.data.shards.transfer import is_url, shown
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
 from pretrain.storage import exists, sealed_json, sha256_of, unsealed
@@ -25,6 +26,8 @@ VERSION = 4
 READABLE = (2, 3, 4)
 INPUTS_NAME = "inputs.json"
 INVALID_NAME = "invalid.jsonl"
+SPLITS = ("train", "validation")
+"""The prepared directories in an output that has a validation split."""
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<u8")
@@ -135,6 +138,17 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+def directory_name(path: str | Path) -> str:
+    """The name of a prepared directory for people: the last part of its path, or the part before it for a split."""
+    path = Path(shown(str(path)) if is_url(path) else path)
+    return path.parent.name if path.name in SPLITS and path.parent.name else path.name
+
+
+def splits_with(directory: Path, file: str) -> list[Path]:
+    """The splits in a directory that have this file."""
+    return [directory / name for name in SPLITS if (directory / name / file).is_file()]
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """The checked manifest of a prepared directory. Raises DataError, naming the file and the key, for anything unexpected."""
     path = Path(path)
@@ -142,8 +156,8 @@ def read_manifest(path: str | Path) -> Manifest:
     if not exists(path):
         raise DataError(f"{path}: no such directory; prepare it with tools/prepare_data.py")
     if not file.is_file():
-        splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
-        hint = f"did you mean {path / splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
+        splits = splits_with(path, "manifest.json")
+        hint = f"did you mean {splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
         raise DataError(f"{file}: missing; {hint}")
     return _parse_manifest(file, read_described(file, FORMAT, READABLE, "prepare the data again"))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.shards.manifest import dtype_for
+from pretrain.data.shards.manifest import directory_name, dtype_for
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
@@ -420,6 +420,19 @@ def test_missing_paths_are_told_apart(tmp_path):
         write(parent / "train", documents(3))
     with pytest.raises(DataError, match=r"did you mean .*both/train\?"):
         PreparedData.open(tmp_path / "both")
+
+
+@pytest.mark.parametrize("path, name", [
+    ("data/web", "web"),
+    ("data/web/train", "web"),
+    ("train", "train"),
+    ("s3://bucket/web/validation/", "web"),
+    ("https://user:word@host/web/train?signature=a/secret", "web"),
+    ("https://host/web?signature=a/secret", "web"),
+])  # fmt: skip
+def test_the_name_of_data_is_that_of_its_directory_and_holds_no_secret(path, name):
+    """Of a signed URL it was the signature, which stood in logs and trackers."""
+    assert directory_name(path) == name
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": "other"}', "[" * 100_000, '"\\ud800"'])

@@ -240,16 +240,14 @@ class Mixture:
         positions = np.asarray(positions, dtype=np.int64)
         if self.length is not None and positions.size and positions.max() >= self.length:
             raise IndexError(f"position {positions.max()} lies beyond the {self.length} samples of the mixture")
+        starts = np.array([segment.start for segment in self.segments])
+        segments = np.searchsorted(starts, positions, side="right") - 1
+        blocks, slots = np.divmod(positions - starts[segments], BLOCK)
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
-        segments = np.searchsorted([segment.start for segment in self.segments], positions, side="right") - 1
-        for s in np.unique(segments):
-            within = positions - self.segments[s].start
-            blocks = within // BLOCK
-            for block in np.unique(blocks[segments == s]):
-                here = np.flatnonzero((segments == s) & (blocks == block))
-                table_sources, table_numbers = self._table(int(s), int(block))
-                slots = within[here] - block * BLOCK
-                sources[here], numbers[here] = table_sources[slots], table_numbers[slots]
+        for segment, block in set(zip(segments.tolist(), blocks.tolist())):
+            here = (segments == segment) & (blocks == block)
+            table_sources, table_numbers = self._table(segment, block)
+            sources[here], numbers[here] = table_sources[slots[here]], table_numbers[slots[here]]
         return sources, numbers
 
     def counts(self, position: int) -> list[int]:

@@ -149,10 +149,9 @@ class Stream:
         sizes = np.array([len(source) for source in self.sources])[sources]
         epochs, places = numbers // sizes, numbers % sizes
         samples = np.empty_like(numbers)
-        for source in np.unique(sources):
-            for epoch in np.unique(epochs[sources == source]):
-                here = np.flatnonzero((sources == source) & (epochs == epoch))
-                samples[here] = self._order(int(source), int(epoch)).samples(places[here])
+        for source, epoch in set(zip(sources.tolist(), epochs.tolist())):
+            here = (sources == source) & (epochs == epoch)
+            samples[here] = self._order(source, epoch).samples(places[here])
         return sources, samples, epochs
 
     def positions(self, source: int, samples: np.ndarray, epoch: int) -> np.ndarray:

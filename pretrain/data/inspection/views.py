@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
@@ -235,14 +236,8 @@ def _cut(lines: Iterable[str], most: int) -> Iterator[str]:
 
 def _wrapped(text: str, width: int, first: str, after: str) -> Iterator[str]:
     """`text` broken between words."""
-    line, empty = first, True
-    for word in text.split(" "):
-        if not empty and len(line) + 1 + len(word) > width:
-            yield line
-            line, empty = after, True
-        line += word if empty else f" {word}"
-        empty = False
-    yield line
+    indents = {"initial_indent": first, "subsequent_indent": after}
+    yield from textwrap.wrap(text, width, **indents, break_long_words=False, break_on_hyphens=False) or [first]
 
 
 def _table(rows: list[tuple[str, str]], width: int) -> Iterator[str]:

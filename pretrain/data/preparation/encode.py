@@ -35,7 +35,7 @@ from pretrain.data.preparation.documents import Content
 from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.tokenizers.engine import TORTURE_TEXTS, batches_of, load_with, vocabulary_texts
 from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, refuse_surrogates
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import DataError
 
 
 class Encoder:
@@ -281,6 +281,7 @@ def _runs() -> Iterator[str]:
 # ---- fill-in-the-middle ------------------------------------------------------------------------------------------------
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+_KEY = bytes(8)  # part of the definition of what is chosen and cut
 MINIMUM_CHARACTERS = 10
 """Shorter documents are not changed: nothing can be learnt from filling them."""
 
@@ -298,28 +299,17 @@ class FillInMiddle:
     a cut is a token boundary. This is done to whole documents, before they are joined and split into samples. A document that is
     longer than a sample is split like any other, so a sample may hold one part without the others.
 
-    The choice of documents, cuts and layouts depends only on `seed` and the text of each document. It does not depend on other
-    documents, their order, the number of processes or `rate`, so a larger rate only adds documents. `tokens` are the special
-    tokens before prefix, suffix and middle.
+    The choice of documents, cuts and layouts depends only on the text of each document. It does not depend on other documents,
+    their order, the number of processes or `rate`, so a larger rate only adds documents.
 
-    Raises ConfigError for a rate outside [0, 1], DataError if the tokenizer lacks one of the special tokens.
+    Raises DataError if the tokenizer lacks one of the SENTINELS, which stand before prefix, suffix and middle.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, rate: float, spm_rate: float = 0.5, seed: int = 0, tokens: tuple[str, str, str] = SENTINELS
-    ) -> None:
-        for name, value in (("rate", rate), ("SPM rate", spm_rate)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"fill-in-the-middle: {name} {value}: expected a number in [0, 1]")
-        if not 0 <= seed < 2**64:
-            raise ConfigError(f"fill-in-the-middle: seed {seed}: expected a number in [0, 2**64)")
+    def __init__(self, tokenizer: Tokenizer, rate: float, spm_rate: float = 0.5) -> None:
         self._tokenizer = tokenizer
         self._rate, self._spm_rate = int(rate * 2**64), int(spm_rate * 2**64)
-        self._seed = seed.to_bytes(8, "little")
-        self._sentinels = [np.array([_sentinel(tokenizer, token)], dtype=np.uint32) for token in tokens]
-        if len({int(ids[0]) for ids in self._sentinels}) < 3:
-            raise ConfigError(f"fill-in-the-middle: the tokens {', '.join(tokens)} are not three different ones")
-        ids = tokenizer.encode("def") if rate else []
+        self._sentinels = [np.array([_sentinel(tokenizer, token)], dtype=np.uint32) for token in SENTINELS]
+        ids = tokenizer.encode("def")
         if tokenizer.decode([*ids, *ids]) != tokenizer.decode(ids) * 2:
             raise DataError(
                 f"{tokenizer.file}: puts a space before every text, so the joined parts would differ from the document;"
@@ -337,7 +327,7 @@ class FillInMiddle:
         refuse_surrogates(text)
         if len(text) < MINIMUM_CHARACTERS:
             return [text], False
-        digest = hashlib.blake2b(text.encode(), digest_size=32, key=self._seed, person=b"fill-in-middle").digest()
+        digest = hashlib.blake2b(text.encode(), digest_size=32, key=_KEY, person=b"fill-in-middle").digest()
         chosen, spm, one, other = (int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8))
         if chosen >= self._rate:
             return [text], False

@@ -154,7 +154,7 @@ def _check_text(text: str, hint: Any, full: str, where: str) -> None:
     if text == "???" or "${" in text:
         raise ConfigError(f"{where}: {text!r} has a meaning of its own here and cannot be part of a str")
     if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise ConfigError(f"{full}={text!r}: has a character that is not allowed in file names and texts")
+        raise ConfigError(f"{where}: has a character that is not allowed in file names and texts")
     if describe_type(hint) != describe_type(str):
         _check_number_text(text, hint, where)
 

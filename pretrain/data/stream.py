@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -62,28 +63,31 @@ class BatchSchedule:
 
     def after(self, consumed: int, steps: int) -> int:
         """Samples consumed `steps` steps after `consumed`."""
-        for until, sequences in self._stages():
-            here = steps if until is None else min(steps, max(0, -(-(until - consumed) // sequences)))
-            consumed, steps = consumed + here * sequences, steps - here
+        for sequences, length in self._stages(consumed):
+            taken = min(steps, length)
+            consumed, steps = consumed + taken * sequences, steps - taken
         return consumed
 
     def step_of(self, position: int, consumed: int = 0, step: int = 0) -> int:
         """The step, counted from 1, that takes the sample at a stream position. The first `step` steps took `consumed` samples."""
-        for until, sequences in self._stages():
-            here = None if until is None else max(0, -(-(until - consumed) // sequences))
-            if here is None or position < consumed + here * sequences:
+        for sequences, length in self._stages(consumed):
+            if position < consumed + length * sequences:
                 return step + (position - consumed) // sequences + 1
-            consumed, step = consumed + here * sequences, step + here
+            consumed, step = consumed + length * sequences, step + length
         raise AssertionError("the last stage has no end")
 
     @property
     def sizes(self) -> list[int]:
         """Every size that occurs."""
-        return [sequences for _, sequences in self._stages()]
+        return [sequences for sequences, _ in self._stages(0)]
 
-    def _stages(self) -> Iterator[tuple[int | None, int]]:
-        yield from self.ramp
-        yield None, self.sequences
+    def _stages(self, consumed: int) -> Iterator[tuple[int, float]]:
+        """The samples per step, and the number of steps, of each stage from `consumed` samples on; the last has no end."""
+        for until, sequences in self.ramp:
+            steps = max(0, -(-(until - consumed) // sequences))
+            yield sequences, steps
+            consumed += steps * sequences
+        yield self.sequences, math.inf
 
 
 def check_micro_steps(config: Config, data_size: int) -> int:

@@ -51,11 +51,7 @@ class PairOrder:
     """Batches of at most `tokens` tokens. Each pair counts as the longest source plus the longest target of its batch."""
 
     def __init__(self, pairs: PreparedPairs, tokens: int, seed: int, window: int = WINDOW) -> None:
-        if sum(pairs.longest) > tokens:
-            raise ConfigError(
-                f"batch.tokens={tokens} is less than the longest source and the longest target of {pairs.path} together, "
-                f"{pairs.longest[0]} + {pairs.longest[1]}; raise it, or prepare the pairs with --max-source-length and --max-target-length"
-            )
+        _refuse_less_than_a_pair("batch.tokens", tokens, pairs)
         self.pairs, self.tokens, self.seed = pairs, tokens, seed
         self.windows = -(-len(pairs) // window)
         self.window = functools.lru_cache(4)(self._window)
@@ -98,6 +94,14 @@ class PairOrder:
         batches = permute(np.arange(len(ends)), len(ends), round_keys("batches", number, self.tokens, *identity))
         parts = [pairs[starts[i] : ends[i]] for i in batches]
         return PairWindow(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+
+
+def _refuse_less_than_a_pair(key: str, tokens: int, pairs: PreparedPairs) -> None:
+    if sum(pairs.longest) > tokens:
+        raise ConfigError(
+            f"{key}={tokens} is less than the longest source and the longest target of {pairs.path} together, "
+            f"{pairs.longest[0]} + {pairs.longest[1]}; raise it, or prepare the pairs with --max-source-length and --max-target-length"
+        )
 
 
 def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
@@ -202,12 +206,8 @@ class PairTraining:
     def open(cls, config: Config, start_id: int | None) -> PairTraining:
         """Open the pairs and check them with their settings. Raises ConfigError or DataError."""
         pairs = PreparedPairs.open(config.data.pairs)
-        micro = config.batch.micro_tokens
-        if micro is not None and sum(pairs.longest) > micro:
-            raise ConfigError(
-                f"batch.micro_tokens={micro} is less than the longest source and the longest target of {pairs.path} together, "
-                f"{pairs.longest[0]} + {pairs.longest[1]}; raise it"
-            )
+        if config.batch.micro_tokens is not None:
+            _refuse_less_than_a_pair("batch.micro_tokens", config.batch.micro_tokens, pairs)
         validation = open_each("data.validation", config.data.validation, lambda source: _open_validation(source, pairs))
         # Decoding starts from the target's end token, as in fairseq, unless the model says otherwise.
         start = pairs.target.eod_id if start_id is None else start_id

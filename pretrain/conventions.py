@@ -22,8 +22,13 @@ def scramble(z: np.ndarray) -> np.ndarray:
 
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
     """The key of each sample for dropout, int64, from its position in the stream. So a sample has another mask in every epoch."""
-    start = int.from_bytes(hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=8).digest(), "little")
-    return scramble(positions.astype(np.uint64) + np.uint64(start)).view(np.int64)
+    return position_keys(f"dropout/{seed}", positions).view(np.int64)
+
+
+def position_keys(name: str, positions: np.ndarray) -> np.ndarray:
+    """A key of each position in the stream, uint64. Keys of another `name` are independent of these."""
+    start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return scramble(np.asarray(positions).astype(np.uint64) + np.uint64(start))
 
 
 FEWEST_STARTS = 16

@@ -16,7 +16,6 @@ torch is imported only for the tensors at the end, so that tools which look at d
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretrain.config.data_schema import Data
-from pretrain.conventions import document_starts, sample_keys, scramble
+from pretrain.conventions import document_starts, position_keys, sample_keys, scramble
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -164,9 +163,7 @@ class Spans:
         """Which tokens are taken out of the samples at these positions, [B, L]. All ways to place the spans are equally likely. `seed`:
         the seed of the data's order; None in validation.
         """
-        name = f"spans/{'validation' if seed is None else seed}"
-        start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        keys_B = scramble(np.asarray(positions_B).astype(np.uint64) + np.uint64(start))
+        keys_B = position_keys(f"spans/{'validation' if seed is None else seed}", positions_B)
         kept_BN = compositions(self.length - self.noise, self.count, scramble(keys_B))
         lost_BN = compositions(self.noise, self.count, scramble(keys_B + _STEP))
         lengths = np.stack((kept_BN, lost_BN), axis=-1)  # kept, lost, kept, lost, ...

@@ -167,8 +167,9 @@ def read_described(file: Path, format_name: str, readable: tuple[int, ...], reme
 
     Raises DataError, naming the file, for anything else.
     """
+    text = file.read_bytes()
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict) or content.get("format") != format_name:
@@ -178,7 +179,7 @@ def read_described(file: Path, format_name: str, readable: tuple[int, ...], reme
         known = " and ".join(map(str, readable))
         raise DataError(f"{file}: format version {version!r}, this program reads {known}; {remedy}")
     try:
-        return content if version == readable[0] else unsealed(file.read_bytes())
+        return content if version == readable[0] else unsealed(text)
     except ValueError as error:
         raise DataError(f"{file}: {error}; restore it, or {remedy}") from error
 

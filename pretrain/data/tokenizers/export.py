@@ -260,7 +260,8 @@ def _keep_class(content: dict[str, Any], output: Path) -> None:
         made = type(_load(output)).__name__.removesuffix("Fast")
     except Exception:  # a class that does not fit these files may raise anything; the proof comes later
         made = ""
-    if made not in (wanted, _BACKEND if wanted == _FAST_CLASS.removesuffix("Fast") else wanted):
+    accepted = {wanted, _BACKEND} if wanted == _FAST_CLASS.removesuffix("Fast") else {wanted}
+    if made not in accepted:
         _write({**content, "auto_map": {"AutoTokenizer": ["", ""]}}, output)
 
 

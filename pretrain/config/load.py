@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.foreign import answer_to, value_advice
-from pretrain.config.keys import REMOVED, RENAMED
+from pretrain.config.keys import REMOVED, RENAMED, keys_of
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section, flatten
@@ -286,7 +286,7 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
         return answer
     if ":" in name:
         return f"{origin_of(full, origins)}: unknown key {full}; YAML wants a space after a colon: {name.replace(':', ': ', 1)}"
-    if full in _all_paths(Config) and "." in name:
+    if full in _PATHS and "." in name:
         *sections, last = name.split(".")
         nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ...{'}' * len(sections)}"
         return f"{origin_of(full, origins)}: unknown key {full}; a key in a file has no dots: write {nested}"
@@ -323,21 +323,16 @@ def _foreign_answer(full: str, known: list[str], origins: dict[str, Origin]) -> 
     return None
 
 
+_PATHS = [key.path for key in keys_of(Config())]
+
+
 def _paths_named(name: str) -> list[str]:
-    return [path for path in _all_paths(Config) if path.rpartition(".")[2] == name]
+    return [path for path in _PATHS if path.rpartition(".")[2] == name]
 
 
 def names_of(kind: type) -> list[str]:
     """The names of the keys of a section, in the order in which they are declared."""
     return [f.name for f in dataclasses.fields(kind)]
-
-
-def _all_paths(kind: type, path: str = "") -> list[str]:
-    paths = []
-    for name, hint in typing.get_type_hints(kind).items():
-        full = f"{path}.{name}" if path else name
-        paths += _all_paths(hint, full) if dataclasses.is_dataclass(hint) else [full]
-    return paths
 
 
 def _shown(value: Any) -> str:

@@ -9,13 +9,14 @@ import pytest
 from running import run_main
 
 from pretrain.config.foreign import ANSWERS
-from pretrain.config.load import _all_paths, load_config
+from pretrain.config.keys import keys_of
+from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
-KEYS = set(_all_paths(Config))
+KEYS = {key.path for key in keys_of(Config())}
 
 
 def refused(*overrides: str) -> str:

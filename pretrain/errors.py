@@ -166,8 +166,8 @@ NO_READER = 141  # and by SIGPIPE
 def run_tool(function: Callable[[], object]) -> int:
     """Call `function` and return the exit code of the process: the int that it returns, or 0.
 
-    A `UserError` becomes one line on standard error and its own exit code. So does what the system says of a file that it names, and of a full disk. Any other
-    exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
+    A `UserError` becomes one line on standard error and its own exit code. So does an OSError that names a file or means a full disk. Any
+    other exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
     """
     code = 0
     escape_unknown_characters()

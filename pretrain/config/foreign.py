@@ -181,7 +181,7 @@ _VALUES = {
     | dict.fromkeys(("AdamWScheduleFree", "schedule_free", "schedulefree"), "it is written schedule_free_adamw"),
     "schedule.name": {
         **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),
-        **dict.fromkeys(("constant_with_warmup",), "write constant, and schedule.warmup_steps"),
+        "constant_with_warmup": "write constant, and schedule.warmup_steps",
         "warmup_stable_decay": "it is written wsd",
     },
 }

@@ -142,9 +142,9 @@ class Schedule:
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"] = key(
         "cosine",
-        "Shape after the warmup. `cosine` and `linear` fall until the last step, `constant` stays, `wsd` (warmup-stable-decay, "
-        "arXiv 2405.18392) stays and then falls for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
-        "square root of the step, from `optim.lr` at `warmup_steps`, `piecewise` follows `stages`.",
+        "Shape after the warmup. `cosine` and `linear` fall until the last step. `constant` stays. `wsd` (warmup-stable-decay, "
+        "arXiv 2405.18392) stays and then falls for `decay_steps`. `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
+        "square root of the step, from `optim.lr` at `warmup_steps`. `piecewise` follows `stages`.",
     )
     warmup_steps: int = key(
         0,

@@ -207,8 +207,8 @@ class Precision:
     )
     keep_casts: bool | None = key(
         None,
-        "Under `single` and `ddp`, whether matrices are cast to bf16 once per step and the copies kept (2 bytes per weight), or in every micro-step, and "
-        "again for backward where blocks are compiled. No bit changes. null: once, where a step has several micro-steps, unless blocks are recomputed or "
+        "Under `single` and `ddp`, whether matrices are cast to bf16 once per step and the copies kept (2 bytes per weight). Else they are cast in every "
+        "micro-step, and again for backward where blocks are compiled. No bit changes. null: once, where a step has several micro-steps, unless blocks are recomputed or "
         "offloaded to save memory.",
         when={"precision.compute": Except("fp32"), "precision.master": ("fp32",), "parallel.strategy": Except("fsdp")},
         resume="free",

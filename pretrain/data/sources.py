@@ -217,7 +217,7 @@ def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
 
 def open_prepared(path: str, data: Data) -> PreparedData:
     """A prepared directory, or one behind a URL, which is cached. Raises DataError if it cannot be read. No shard is looked at
-    (see `training_data.verify_everywhere`).
+    (see `data_of_all_ranks.verify_everywhere`).
     """
     cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(path) else None
     return PreparedData.open(path, cache, sizes=False)

@@ -40,8 +40,8 @@ class BatchSchedule:
     """The number of samples of each optimizer step: constant, or growing by a ramp. It is a pure function of the consumed samples.
 
     `ramp`: (until, sequences) in rising order. A step that begins before `until` consumed samples takes that many `sequences`.
-    The field `sequences` is the size after the last ramp. `cuts`: (until, rows), alike: each of its samples is cut into so many rows, and
-    after the last cut it is a row.
+    The field `sequences` is the size after the last ramp. `cuts`: (until, rows), in the same way. Such a step cuts each of its samples into
+    `rows` rows; after the last cut, a sample is one row.
     """
 
     sequences: int

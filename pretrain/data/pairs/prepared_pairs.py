@@ -6,9 +6,9 @@ DIR/target/              likewise
 DIR/invalid.jsonl        lines that were left out with their pairs: where, and why (if there were any)
 
 They are made of parallel files of lines. Line i of the sources and line i of the targets are a pair. A pair with an empty side is
-left out, and so is one that is longer than the limits. Both are counted, in the manifest and on the console. A pair with an unusable
-side (not UTF-8, characters that the tokenizer lacks, text that it takes for a special token) is left out and counted too, up to
-`max_invalid` of them in the whole preparation. Anything else that does not fit is an error.
+left out, and so is one that is longer than the limits. Both are counted, in the manifest and on the console. So is a pair with an
+unusable side, up to `max_invalid` of them in the whole preparation: one that is not UTF-8, has characters that the tokenizer lacks, or
+text that it takes for a special token. Anything else that does not fit is an error.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: 
 # ---- long texts --------------------------------------------------------------------------------------------------------
 
 LONGEST = 1 << 20
-"""Characters; longer texts are cut, ..."""
+"""Characters of the longest text that is encoded whole."""
 STRETCH = 1 << 18
-"""... into stretches of about this many."""
+"""Characters, about, of the stretches that a longer text is cut into."""
 _SEARCHED = 1 << 14  # characters at the end of a stretch in which a place is looked for first
 _MARGIN = 64  # characters around a place without added tokens, and tokens that must agree where stretches are spliced
 _ATTEMPTS = 32

@@ -31,8 +31,8 @@ _KINDS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".warc", ".wet"), "warc"),
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
-    **dict.fromkeys((".arrow",), "arrow"),
-    **dict.fromkeys((".npy",), "ids"),
+    ".arrow": "arrow",
+    ".npy": "ids",
 }
 _COMPRESSIBLE = ("json", "csv", "warc", "text")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")

@@ -69,8 +69,8 @@ class Holding(Protocol):
     def verify(
         self, part: int = 0, parts: int = 1, hashes: bool = True, *, seen: Callable[[int], object] | None = None
     ) -> None:
-        """Look at this part of the files: at their sizes, and with `hashes` at their content, of which `seen` is told how many bytes were read,
-        piece by piece. Raises DataError naming the first damaged one.
+        """Check the sizes of this part of the files, and with `hashes` their content. `seen`: see `sha256_of`. Raises DataError naming the
+        first damaged file.
         """
 
 

@@ -17,7 +17,6 @@ drift, even after a kill.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from pretrain.errors import DataError
+from pretrain.errors import FULL, DataError
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ class ShardCache:
             return file
         except BaseException as error:
             partial.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise DataError(
                     f"{place}: no space left in data.cache.dir={self.directory} for {size} bytes; free some, or lower data.cache.limit_gb"
                 ) from error

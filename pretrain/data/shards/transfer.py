@@ -1,7 +1,7 @@
 """Bytes from any fsspec URL, with retries for failures that may pass.
 
 After a broken connection, a 5xx answer, a truncated body or a stalled transfer, the download is tried again. The wait doubles each
-time and is drawn at random from its upper half. Retries end `Patience.give_up_seconds` after the first failure. Errors that
+time and is drawn at random from its upper half. Retries end `Patience.give_up` seconds after the first failure. Errors that
 waiting cannot mend (not found, not allowed, no credentials) fail at once. Each retry is logged; the libraries' own silent retries
 are switched off if possible.
 

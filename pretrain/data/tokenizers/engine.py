@@ -210,9 +210,9 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, library: HuggingFaceTokenizer) -> None:
         self.library = library
         self.left_to_library = 0
-        """The number of texts so far that the library encoded, ..."""
+        """The number of texts so far that the library encoded."""
         self.failures = 0
-        """... and how many of them made tiktoken fail."""
+        """The number of these that made tiktoken fail."""
         self.file: Path = library.file
         self.vocab_size, self.eod_id, self.fingerprint = library.vocab_size, library.eod_id, library.fingerprint
         self.decode, self.save, self.special_id = library.decode, library.save, library.special_id
@@ -325,7 +325,7 @@ def split_pattern(specification: dict) -> str:
         return GPT2_PATTERN
     if len(before) == 1 and before[0]["type"] == "Split" and not byte_level["use_regex"]:
         split = before[0]
-        # Both keep every match as a piece. They differ in the text between matches, and `_encode` gives such texts to the library.
+        # Both keep every match as a piece. They differ in the text between matches: `encode_arrays` gives such texts to the library.
         usual = (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
         if usual and "Regex" in split["pattern"]:
             return split["pattern"]["Regex"]

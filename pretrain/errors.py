@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import sys
 import time
@@ -111,6 +112,14 @@ def print_error(error: UserError, before_end: Callable[[], object] | None = None
 
 def _say_error(error: UserError) -> None:
     say(f"error: {line_of(error)}", to_errors=True)
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user, password and query; another text as it is."""
+    if "://" not in url:
+        return url
+    links = re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)  # a query may have colons too
+    return "::".join(re.sub(r"//[^/@]*@", "//", link.partition("?")[0]) for link in links)
 
 
 def say(line: str, to_errors: bool = False) -> None:

@@ -42,7 +42,7 @@ def collect_python_source(output: str | Path, root: str | Path | None = None, ma
     Tests, caches and installed packages are left out. Files come in the order of their paths and stop before the one
     that would exceed `max_megabytes` of text. Raises DataError when there is nothing to collect.
     """
-    if max_megabytes <= 0:
+    if not max_megabytes > 0:  # not a number, for one
         raise ConfigError(f"--max-mb {max_megabytes}: expected a number above 0")
     root, output = Path(root or standard_library()), Path(output)
     if not root.is_dir():

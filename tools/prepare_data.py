@@ -9,7 +9,6 @@ On several machines with a shared disk: the same command everywhere with --task 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES  # noqa: E402
 from pretrain.data.preparation.preparation_plan import TEXT_MODES, Settings  # noqa: E402
 from pretrain.data.preparation.prepare import merge, prepare  # noqa: E402
+from pretrain.data.preparation.process_pool import usable_cores  # noqa: E402
 from pretrain.data.shards.writer import SHARD_TOKENS  # noqa: E402
 from pretrain.errors import run_tool  # noqa: E402
 
@@ -121,7 +121,7 @@ def _add_shared(parser: argparse.ArgumentParser, default_invalid: int | None) ->
         help="unusable rows that may be left out; they are counted and listed in invalid.jsonl (default: "
         + ("what the tasks were given)" if default_invalid is None else "%(default)s)"),
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: %(default)s)")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,8 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="between two looks (default: 2)")
     parser.add_argument("--once", action="store_true", help="print the page once, and end")
     arguments = parser.parse_args(argv)
-    if arguments.seconds <= 0:
-        parser.error(f"--seconds {arguments.seconds:g} is not above 0")
+    if not 0 < arguments.seconds < threading.TIMEOUT_MAX:
+        parser.error(f"--seconds {arguments.seconds:g} is no time above 0")
     return run_tool(lambda: watch(arguments))
 
 

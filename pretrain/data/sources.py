@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +54,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     from pretrain.data.preparation.inputs import dataset_files, find_inputs
     from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
+    from pretrain.data.preparation.process_pool import usable_cores
     from pretrain.data.tokenizers.tokenizer import identity_of, load_tokenizer
 
     if text.dataset is None:
@@ -67,7 +67,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
 
     def make() -> None:
         log.info("data: preparing the text of data.text into %s; later starts find it there", path)
-        done = prepare(inputs, text.tokenizer, path, workers=os.cpu_count() or 1, **dataclasses.asdict(settings))
+        done = prepare(inputs, text.tokenizer, path, workers=usable_cores(), **dataclasses.asdict(settings))
         log.info("data: %s", done)
 
     make_once(path, "the text of data.text", make)

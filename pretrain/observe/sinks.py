@@ -153,8 +153,8 @@ class TensorBoard(Sink):
         plain_values = {
             n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in settings.items() if v is not None
         }
-        sources = [source.name for source in config.data.validation if source.name]
-        for summary in hparams(plain_values, dict.fromkeys(["loss", *(f"validation/{name}" for name in sources)], 0.0)):
+        names = [f"validation/{source.name}" for source in config.data.validation]
+        for summary in hparams(plain_values, dict.fromkeys(["loss", *names], 0.0)):
             self._board.file_writer.add_summary(summary)
 
     def _add_histogram(self, name: str, counts: list[int], step: int) -> None:

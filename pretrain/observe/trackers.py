@@ -18,7 +18,7 @@ from typing import Any
 from pretrain.config.log_schema import Log
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
-from pretrain.errors import ConfigError, install_command
+from pretrain.errors import ConfigError, install_command, without_secrets
 from pretrain.observe.background import InBackground, Tracker
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
@@ -32,6 +32,15 @@ MLFLOW_BATCH = {"metrics": 1000, "params": 100}
 """The most that a request of MLflow's REST API takes (mlflow.org, "Log Batch")."""
 MLFLOW_VALUE = 6000
 """The longest value of a parameter there, in characters."""
+
+
+def _without_secrets(value: Any) -> Any:
+    """Settings for others to see: URLs of data lose user, password and query."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_secrets(each) for each in value)
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def own_sinks(config: Log) -> list[Sink]:
@@ -100,7 +109,7 @@ class WeightsAndBiases(Tracker):
             mode="offline" if chosen.offline else "online",
             settings=wandb.Settings(console="off", quiet=True, disable_git=True, disable_code=True),
         )
-        self._run.config.update(dataclasses.asdict(config), allow_val_change=True)
+        self._run.config.update(_without_secrets(dataclasses.asdict(config)), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -139,7 +148,10 @@ class MlFlow(Tracker):
     def _log_parameters(self, config: Config) -> None:
         from mlflow.entities import Param
 
-        parameters = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in flatten(dataclasses.asdict(config)).items()]
+        parameters = [
+            Param(key, str(value)[:MLFLOW_VALUE])
+            for key, value in flatten(_without_secrets(dataclasses.asdict(config))).items()
+        ]
         for first in range(0, len(parameters), MLFLOW_BATCH["params"]):
             self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH["params"]])
 
@@ -188,7 +200,7 @@ class Trackio(Tracker):
 
         chosen = config.log.trackio
         name = kept_id(directory, "trackio", f"{directory.name}-{secrets.token_hex(4)}")
-        settings = flatten(dataclasses.asdict(config))
+        settings = flatten(_without_secrets(dataclasses.asdict(config)))
         self._run = trackio.init(chosen.project, name=name, space_id=chosen.space, config=settings, resume="allow", embed=False)
 
     def write(self, record: StepRecord) -> None:

@@ -5,11 +5,13 @@ record of a step --validation, translation, samples, callbacks--> --speed, memor
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from contextlib import ExitStack
 
 import torch
 
+from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.observe.metrics import StepRecord, known_records
@@ -50,18 +52,24 @@ class Reporting:
 
     def open(self, stack: ExitStack, progress: Progress, continuation: Continuation) -> None:
         """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far."""
-        path, step, is_main = self.directory.path, progress.step, self.ranks.is_main
+        path, step, is_main, config = self.directory.path, progress.step, self.ranks.is_main, self._with_names()
         self.sinks = None
         if is_main:
-            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, self.config, step)
+            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, config, step)
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
             if continuation.origin.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
         tokenizer, came_through = self.plan.data.tokenizer_path, continuation.came_through
-        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
+        self.run = RunHandle(config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
+
+    def _with_names(self) -> Config:
+        """The configuration in which validation sources have the names that records give them."""
+        data, opened = self.config.data, self.plan.data.validation
+        named = [dataclasses.replace(source, name=one.name) for source, one in zip(data.validation, opened)]
+        return dataclasses.replace(self.config, data=dataclasses.replace(data, validation=named))
 
     @torch.no_grad()
     def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:

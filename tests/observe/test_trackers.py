@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config.data_schema import Source
 from pretrain.config.log_schema import Log, MlflowLog, PrometheusLog, TrackioLog, WandbLog
 from pretrain.config.schema import Config
+from pretrain.config.written import flatten
 from pretrain.errors import ConfigError
 from pretrain.observe import trackers
 from pretrain.observe.background import InBackground, Tracker
@@ -48,6 +50,16 @@ def starts(sink: type[Tracker], run: Path, config: Config, steps: list[tuple[int
             evaluated = {"validation": {"books": 4.0}, "samples": SAMPLES} if step == 2 else {}
             sinks.write(StepRecord(step, step * 64, 5.0 - step, grad_norm=0.5, **evaluated))
         sinks.close(failed)
+
+
+def test_trackers_are_told_no_password_and_no_signature():
+    """They were sent the URLs of data as they are written."""
+    config = config_of()
+    config.data.sources = [Source(path="s3://me:secret@host/web/train?sig=A/B"), Source(path="data/a?b")]
+    sent = trackers._without_secrets(dataclasses.asdict(config))
+    assert [source["path"] for source in sent["data"]["sources"]] == ["s3://host/web/train", "data/a?b"]
+    config.data.sources = []
+    assert flatten(trackers._without_secrets(dataclasses.asdict(config))) == flatten(dataclasses.asdict(config))
 
 
 def wandb_records(file: Path) -> list:

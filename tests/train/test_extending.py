@@ -103,6 +103,7 @@ MADE = {
     "failing sink": lambda: ([], [FailingSink()]),
     "no validation": lambda: ([KeepBest()], []),
     "no such source": lambda: ([EarlyStopping(2, "validation/x")], []),
+    "a source without a name": lambda: ([KeepBest(1, "validation/web")], []),
     "no metric": lambda: ([EarlyStopping(2, "lr")], []),
     "no number": lambda: ([NoNumber()], []),
     "twice": lambda: ([Given(), Given()], []),
@@ -138,6 +139,21 @@ def started(tmp_path, config_file) -> Iterator[Callable[..., list[RankProcess]]]
     yield start
     for rank in ranks:
         rank.process.kill()
+
+
+def test_a_validation_source_without_a_name_is_watched_by_the_name_of_its_records(pool, config_file, prepared):
+    """Only names in the configuration were known: "choose one of validation, validation/None"."""
+    (prepared.parent / "web").symlink_to(prepared)
+    checked = (f"data.validation=[{{path: {prepared.parent / 'web'}}}]", "validation.every_steps=4", "log.tensorboard=true")
+    [(code, printed)] = pool.launch(1, run_extended, "a source without a name", str(config_file), *checked)
+    assert code == 0, printed
+    run = config_file.parent / "runs" / "run"
+    losses = {record["step"]: record["validation"]["web"] for record in read_metrics(run) if "validation" in record}
+    assert kept(run) == [f"step-{min(losses, key=losses.get):08d}"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert b"validation/web" in board.summary_metadata["_hparams_/experiment"].plugin_data.content
 
 
 def kept(run: Path, folder: str = "best") -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.pairs.prepared_pairs import INVALID_KEY, SIDES, read_pairs
 from pretrain.data.pairs.prepared_pairs import NAME as PAIRS_NAME
+from pretrain.data.preparation.process_pool import usable_cores
 from pretrain.data.shards.manifest import (
     INDEX_DTYPE,
     INPUTS_NAME,
@@ -29,7 +29,7 @@ from pretrain.errors import DataError
 from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
 
-_THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock
+_THREADS = min(4, usable_cores())  # hashing releases the interpreter's lock
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain.data.shards.transfer import Remote, is_url, judged, shown
-from pretrain.errors import DataError, say
+from pretrain.data.shards.transfer import Remote, is_url, judged
+from pretrain.errors import DataError, say, without_secrets
 
 _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -59,7 +59,7 @@ class InputFile:
     def found_at(cls, path: str, name: str | None = None, *, check_time: bool = True) -> InputFile:
         """The file as it is now. Raises DataError if it is missing."""
         if is_url(path):
-            return cls(name or shown(path), path, *_persistently(path, lambda: _state_of(path)))
+            return cls(name or without_secrets(path), path, *_persistently(path, lambda: _state_of(path)))
         try:
             status = os.stat(path)
         except OSError as error:
@@ -133,7 +133,7 @@ def _persistently(url: str, ask: Callable[[], Any]) -> Any:
     try:
         return _remote.persist(url, attempt)
     except FileNotFoundError as error:
-        raise DataError(f"{shown(url)}: no such input file") from error
+        raise DataError(f"{without_secrets(url)}: no such input file") from error
 
 
 def find_inputs(patterns: Sequence[str]) -> list[InputFile]:

@@ -25,6 +25,11 @@ from pretrain.errors import DataError
 _THREADS = "TOKENIZERS_PARALLELISM"  # "false" keeps `tokenizers` from starting threads: the processes already use all cores
 
 
+def usable_cores() -> int:
+    """The cores that this process may compute on: a share of the host's, where Slurm, a container or `taskset` says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class ProcessPool:
     """Up to `count` spawned processes, started on first use. With a `count` of 1, this process itself.
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.shards.transfer import is_url, shown
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, TokenizerIdentity, copy_difference
-from pretrain.errors import DataError
+from pretrain.errors import DataError, without_secrets
 from pretrain.storage import exists, sealed_json, sha256_of, unsealed
 
 FORMAT = "pretrain-shards"
@@ -140,7 +140,7 @@ def dtype_for(vocab_size: int) -> str:
 
 def directory_name(path: str | Path) -> str:
     """The name of a prepared directory for people: the last part of its path, or the part before it for a split."""
-    path = Path(shown(str(path)) if is_url(path) else path)
+    path = Path(without_secrets(str(path)) if is_url(path) else path)
     return path.parent.name if path.name in SPLITS and path.parent.name else path.name
 
 

@@ -39,8 +39,8 @@ from pretrain.data.shards.manifest import (
     tokenizer_difference,
 )
 from pretrain.data.shards.open_files import CachedFiles, OpenFile, OpenFiles, check_size
-from pretrain.data.shards.transfer import is_url, shown
-from pretrain.errors import DataError
+from pretrain.data.shards.transfer import is_url
+from pretrain.errors import DataError, without_secrets
 
 if TYPE_CHECKING:
     from pretrain.data.shards.remote_files import RemoteFiles
@@ -113,7 +113,7 @@ class PreparedData:
             from pretrain.data.shards.remote_files import open_remote
 
             remote, manifest = open_remote(str(path), cache)
-            return cls(shown(str(path)), manifest, remote)
+            return cls(without_secrets(str(path)), manifest, remote)
         data = cls(Path(path), read_manifest(path))
         if sizes:
             data.verify(hashes=False)

@@ -22,9 +22,9 @@ from typing import BinaryIO
 
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest, tokenizer_difference
 from pretrain.data.shards.shard_cache import ShardCache
-from pretrain.data.shards.transfer import Cancelled, Remote, join, shown
+from pretrain.data.shards.transfer import Cancelled, Remote, join
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
-from pretrain.errors import DataError
+from pretrain.errors import DataError, without_secrets
 from pretrain.storage import sha256_of, staged_directory
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RemoteFiles:
 
     def place(self, name: str) -> str:
         """The URL of a file, for messages."""
-        return shown(join(self.url, name))
+        return without_secrets(join(self.url, name))
 
     def open(self, file: StoredFile) -> BinaryIO:
         """The local copy of a file, open for reading; it is downloaded if it is missing. It stays readable after the cache evicts it.
@@ -119,18 +119,18 @@ def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None
         parsed = read_manifest(directory)
         if difference := tokenizer_difference(directory / "tokenizer", parsed):
             raise DataError(
-                f"{shown(join(url, 'tokenizer'))} is not the tokenizer that {shown(url)} was prepared with: {difference}; restore it or "
+                f"{without_secrets(join(url, 'tokenizer'))} is not the tokenizer that {without_secrets(url)} was prepared with: {difference}; restore it or "
                 "prepare again"
             )
     except DataError as error:
-        raise DataError(str(error).replace(str(directory), shown(url).rstrip("/"))) from error
+        raise DataError(str(error).replace(str(directory), without_secrets(url).rstrip("/"))) from error
     return RemoteFiles(url, directory, cache, remote), parsed
 
 
 def _open(
     url: str, cache: ShardCache, remote: Remote, file: StoredFile, cancelled: Callable[[], bool] = lambda: False
 ) -> BinaryIO:
-    place = shown(join(url, file.name))
+    place = without_secrets(join(url, file.name))
 
     def download(descriptor: int) -> None:
         try:
@@ -145,7 +145,7 @@ def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
     try:
         return remote.read(url)
     except FileNotFoundError as error:
-        raise DataError(f"{shown(url)}: missing; {hint}") from error
+        raise DataError(f"{without_secrets(url)}: missing; {hint}") from error
 
 
 def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pretrain.errors import ConfigError, DataError, install_command
+from pretrain.errors import ConfigError, DataError, install_command, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def refuse_url(option: str, path: object) -> None:
     """Raise ConfigError for a URL in place of a directory: object stores cannot rename a directory into place."""
     if is_url(path):
         raise ConfigError(
-            f"{option} {shown(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
+            f"{option} {without_secrets(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
             "(training reads prepared data from URLs)"
         )
 
@@ -100,12 +100,6 @@ def join(url: str, name: str) -> str:
     base, mark, query = links[place].partition("?") if links[place].startswith("http") else (links[place], "", "")
     links[place] = base.rstrip("/") + "/" + name + mark + query
     return "::".join(links)
-
-
-def shown(url: str) -> str:
-    """The URL without possible secrets: user, password and query."""
-    links = re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)  # a query may have colons too
-    return "::".join(re.sub(r"//[^/@]*@", "//", link.partition("?")[0]) for link in links)
 
 
 class Remote:
@@ -154,21 +148,21 @@ class Remote:
                 contents += 1
                 if contents >= patience.contents:
                     raise DataError(
-                        f"{shown(url)}: downloaded {contents} times, each time {error}; restore the file there, or prepare the data again"
+                        f"{without_secrets(url)}: downloaded {contents} times, each time {error}; restore the file there, or prepare the data again"
                     ) from error
                 reason = str(error)
             except PassingError as error:
-                reason = str(error).removeprefix(f"{shown(url)}: ")
+                reason = str(error).removeprefix(f"{without_secrets(url)}: ")
             now = time.monotonic()
             first_failure = now if first_failure is None else first_failure
             if now - first_failure > patience.give_up:
                 raise DataError(
-                    f"{shown(url)}: still failing after {now - first_failure:.0f} s of retries: {reason}; check the server and the network"
+                    f"{without_secrets(url)}: still failing after {now - first_failure:.0f} s of retries: {reason}; check the server and the network"
                 )
             for system in list(self._systems.values()):
                 system.invalidate_cache()  # a listing may hold the size of a file that was replaced since
             wait = delay * random.uniform(0.5, 1.0)
-            log.warning("%s: %s; trying again in %.1f s", shown(url), reason, wait)
+            log.warning("%s: %s; trying again in %.1f s", without_secrets(url), reason, wait)
             _sleep(wait, cancelled)
             delay = min(2 * delay, patience.longest_delay)
 
@@ -283,27 +277,29 @@ def judged(url: str, error: BaseException) -> BaseException:
     """The error to raise for a backend's error: PassingError if waiting may help, else DataError."""
     status = _status(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    what = what.replace(url, shown(url))
+    what = what.replace(url, without_secrets(url))
     if isinstance(error, ImportError):
         package = _PACKAGES.get(_protocol(url))
         if package is None:  # fsspec names it
-            return DataError(f"{shown(url)}: reading {_protocol(url)}:// needs a package that is not installed: {error}")
+            return DataError(
+                f"{without_secrets(url)}: reading {_protocol(url)}:// needs a package that is not installed: {error}"
+            )
         return DataError(
-            f"{shown(url)}: reading {_protocol(url)}:// needs the package {package}, which is not installed; "
+            f"{without_secrets(url)}: reading {_protocol(url)}:// needs the package {package}, which is not installed; "
             f"run {install_command('remote')}"
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
-        return FileNotFoundError(f"{shown(url)}: not found; check the URL, and whether the upload was complete")
+        return FileNotFoundError(f"{without_secrets(url)}: not found; check the URL, and whether the upload was complete")
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
         return DataError(
-            f"{shown(url)}: access refused ({what}); set the credentials in the environment "
+            f"{without_secrets(url)}: access refused ({what}); set the credentials in the environment "
             "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...), see docs/data.md"
         )
     if isinstance(error, _DEFECTS) or not isinstance(error, Exception):
         return error
     if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
-        return DataError(f"{shown(url)}: cannot be read ({what}); check the URL")
-    return PassingError(f"{shown(url)}: {what}")
+        return DataError(f"{without_secrets(url)}: cannot be read ({what}); check the URL")
+    return PassingError(f"{without_secrets(url)}: {what}")
 
 
 def _status(error: BaseException) -> int:

@@ -23,9 +23,9 @@ from pretrain.data.shards import open_files
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.remote_files import open_remote
 from pretrain.data.shards.shard_cache import ShardCache
-from pretrain.data.shards.transfer import Patience, Remote, is_url, join, shown
+from pretrain.data.shards.transfer import Patience, Remote, is_url, join
 from pretrain.data.sources import open_sources
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError, DataError, without_secrets
 
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 SHORT = Patience(stall=1.0, first_delay=0.02, longest_delay=0.1, give_up=1.0)
@@ -446,7 +446,7 @@ def test_a_reader_killed_in_mid_download_blocks_nobody(server, folder, cache):
 
 @pytest.mark.parametrize("secret", ["https://user:password@host/d", "https://host/d?token=password"])
 def test_secrets_in_a_url_are_not_shown(secret, cache, caplog):
-    assert shown(secret) == "https://host/d"
+    assert without_secrets(secret) == "https://host/d"
 
 
 def test_names_are_joined_to_every_kind_of_url():
@@ -466,4 +466,4 @@ def test_no_secret_of_a_url_is_shown():
         ("zip://d/*.csv::https://h/f.zip?sig=SECRET", "zip://d/*.csv::https://h/f.zip"),
         ("filecache::s3://KEY:SECRET@bucket/a", "filecache::s3://bucket/a"),
     ):
-        assert shown(url) == seen
+        assert without_secrets(url) == seen

@@ -236,11 +236,15 @@ def _shown(name: str, value: Any, place: str) -> str:
         return f"{place} ({short})" if place else short
     if re.fullmatch(r"data\.mixture\.\d+\.shares\.\d+", name):
         return "none" if value is None else f"{value / UNIT:.4%}"
-    return str(value)
+    return _as_in_yaml(value)
+
+
+def _as_in_yaml(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _cut(value: Any) -> str:
-    text = str(value)
+    text = _as_in_yaml(value)
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
 
 

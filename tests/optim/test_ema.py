@@ -97,7 +97,7 @@ def test_a_resumed_run_begins_its_mean_with_the_weights_of_the_checkpoint(pool, 
     short = ("run.steps=4", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 1, keep_last: 0}", f"parallel.strategy={strategy}")
     train(pool, ranks, config_file, *short, "run.steps=2")
     for code, printed in pool.launch(ranks, run_main, str(config_file), *short, EMA):
-        assert code != 0 and "optim.ema_decay was None and is 0.8" in printed
+        assert code != 0 and "optim.ema_decay was null and is 0.8" in printed
     run = train(pool, ranks, config_file, *short, EMA, "run.accept_changes=[optim.ema_decay]")
     mean = model_of(run, 2)
     for step in (3, 4):

@@ -565,7 +565,7 @@ def test_multiple_choice_of_every_0_steps_is_an_error_of_one_line(config_file):
         ('{"question": "a", "choices": ["b", "c"], "answer": true}', "letters.jsonl:1: no object"),
         ('{"question": "a", "choices": ["b", "\\ud800"], "answer": 0}', "letters.jsonl:1: the text holds a lone surrogate"),
         ("", "has no question in it"),
-        (json.dumps({"question": "a" * 99, "choices": ["b", "c"], "answer": 0}), "more than data.sequence_length=32"),
+        pytest.param(json.dumps({"question": "a" * 99, "choices": ["b", "c"], "answer": 0}), "more than data.sequence_length=32", id="too long"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_errors_of_one_line(config_file, tmp_path, text, says):

@@ -106,7 +106,7 @@ def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     before = content(run)
     for key in ("optim.lr", "run.steps", "batch.ramp"):
         code, line = check(config_file, NEEDS_CONSENT[key])
-        assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 4" in line)
+        assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was null and is 4" in line)
         assert line.endswith(f"restore these values; if you mean it, set run.accept_changes=[{key}]")
         code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
         assert code == 0 and "would resume from step 4" in printed

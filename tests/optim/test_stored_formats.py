@@ -24,7 +24,7 @@ from pretrain.models.families import complete
 from pretrain.optim import adamw, guarded
 from pretrain.optim.adamw import AdamW, _under_new_names, _update_alike
 from pretrain.optim.eight_bits import decode_means, encode_means
-from pretrain.optim.guarded import Formats
+from pretrain.optim.guarded import Formats, bias_corrections
 from pretrain.optim.optimizer import OptimizerSet, clip_gradients
 from pretrain.optim.rounding import hash_places, random_bits, round_at_random, seed_of
 from pretrain.parallel.blocks import DTYPES, set_master_format
@@ -532,5 +532,5 @@ def test_what_cannot_be_had_is_refused_in_one_line(pool, config_file, world_size
 def test_the_divisors_of_moments_are_as_exact_as_fp32(beta):
     """1 - beta^t as it stands was off by 2e-5."""
     times = [1.0, 2.0, 10.0, 100.0, 10_000.0]
-    found = torch.stack(adamw._corrections(beta, [torch.tensor(time) for time in times])).double()
+    found = torch.stack(bias_corrections(beta, [torch.tensor(time) for time in times])).double()
     torch.testing.assert_close(found, torch.tensor([1 - beta**time for time in times], dtype=torch.float64), rtol=2.4e-7, atol=0)

@@ -102,8 +102,8 @@ def _update_one(
         g = g * factor
     new_square = square.lerp(g.square(), square_share)
     direction = (g / (new_square / correction).sqrt_().add_(eps)).add_(weight * decay)
-    apart = ((weight - mean) / nearness).sub_(direction.mul_(rate))  # z - x
+    apart = (weight - mean).div_(nearness).sub_(direction.mul_(rate))  # z - x
     new_mean = mean + newest * apart
-    store(weight, new_mean + apart * (nearness * (1 - newest)), left_out, None)
-    store(mean, new_mean, left_out, None)
-    store(square, new_square, left_out, None)
+    updated = apart.mul_(nearness * (1 - newest)).add_(new_mean)
+    for tensor, value in ((weight, updated), (mean, new_mean), (square, new_square)):
+        store(tensor, value, left_out, None)

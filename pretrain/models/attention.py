@@ -13,7 +13,6 @@ Its cache holds the latent and the turned key, which is all that keys and values
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from pretrain.config.model_schema import Model
 from pretrain.models.attention_ways import repeats_groups, way_of
@@ -184,9 +182,11 @@ def _flex(q_BHTG, k_BKSG, v_BKSG, mask: BlockMask, scale: float, soft_cap: float
 
 
 def _varlen(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, mask: PackedDocuments, scale: float) -> Tensor:
-    heads, groups, (ends_N, longest, window) = q_BHTG.shape[1], k_BKTG.shape[1], mask
+    from torch.nn.attention.varlen import varlen_attn  # it brings torch's compiler with it, which other models do not need
+
+    heads, groups, (ends_N, longest, window, knows_groups) = q_BHTG.shape[1], k_BKTG.shape[1], mask
     options = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    if heads != groups and _KNOWS_GROUPS:
+    if heads != groups and knows_groups:
         options["enable_gqa"] = True
     elif heads != groups:
         k_BKTG, v_BKTG = (x.repeat_interleave(heads // groups, dim=1) for x in (k_BKTG, v_BKTG))
@@ -210,7 +210,6 @@ def _compiled_flex(trains: bool) -> Callable[..., Tensor]:
 
 
 SCORES_AT_ONCE = 1 << 24
-_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every version of torch
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ made with the batch, lists where the documents of each row begin, and as many ro
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -43,6 +45,8 @@ class PackedDocuments(NamedTuple):
     """T, the length of the longest one at most."""
     window: int
     """0: no window."""
+    knows_groups: bool
+    """Whether the kernel takes groups of queries."""
 
 
 Mask = Tensor | BlockMask | PackedDocuments
@@ -69,6 +73,14 @@ def starts_of(numbers_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
     if numbers_BT is None:
         return tokens_BT.new_zeros(len(tokens_BT), 1, dtype=torch.int32)
     return torch.from_numpy(document_starts(numbers_BT.cpu().numpy())).to(tokens_BT.device)
+
+
+@functools.cache
+def _varlen_knows_groups() -> bool:
+    """Not in every version of torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attention_backend(model: Model, device: torch.device, training: bool, dtype: torch.dtype = torch.bfloat16) -> Backend:
@@ -123,7 +135,8 @@ def attention_mask(
     window = window if window < length else 0
     if backend == "varlen":
         rows_B1 = torch.arange(len(starts_BN), device=device, dtype=torch.int32)[:, None] * length
-        return PackedDocuments(F.pad((starts_BN + rows_B1).flatten(), (0, 1), value=len(starts_BN) * length), length, window)
+        ends_N = F.pad((starts_BN + rows_B1).flatten(), (0, 1), value=len(starts_BN) * length)
+        return PackedDocuments(ends_N, length, window, _varlen_knows_groups())
     if backend == "sdpa":
         return _dense_mask(length, device, numbers_BT, window)
     numbers_BT = torch.zeros(1, length, dtype=torch.int64, device=device) if numbers_BT is None else numbers_BT

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from running import losses, run_main, train
 from torch.nn import functional as F
+from torch.nn.attention import varlen
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
 from pretrain.conventions import document_starts
 from pretrain.data.tasks import documents_of
 from pretrain.errors import ConfigError
-from pretrain.models import attention, decoder
+from pretrain.models import decoder, masks
 from pretrain.models.attention import largest_score
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
@@ -53,14 +54,14 @@ def by_definition(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, windo
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", by_definition)
+    monkeypatch.setattr(varlen, "varlen_attn", by_definition)
     monkeypatch.setattr(decoder, "attention_backend", lambda model, *_: model.attention_backend)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("knows_groups", [True, False])
 def test_losses_and_gradients_are_those_of_dense_masks(on_a_cpu, monkeypatch, name, knows_groups):
-    monkeypatch.setattr(attention, "_KNOWS_GROUPS", knows_groups)
+    monkeypatch.setattr(masks, "_varlen_knows_groups", lambda: knows_groups)
     torch.manual_seed(0)
     tokens_BT, targets_BT = torch.randint(61, (2, 3, 40))
     documents_BT = (torch.rand(3, 40) < 0.15).cumsum(dim=1)
@@ -151,7 +152,7 @@ def train_by_definition(config_file: str, *overrides: str) -> tuple[int, str]:
         return model.attention_backend
 
     with (
-        patch.object(attention, "varlen_attn", by_definition),
+        patch.object(varlen, "varlen_attn", by_definition),
         patch.object(decoder, "attention_backend", asked),
         patch.object(plan, "attention_backend", asked),
         patch.object(attention_kernel, "attention_backend", asked),

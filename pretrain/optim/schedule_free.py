@@ -41,8 +41,9 @@ class ScheduleFreeAdamW(GuardedOptimizer):
         state = self.state[parameter]
         if not state:
             state["trained"] = parameter.detach().clone()
-            for counter in ("step", "shares"):  # steps, and what each of them counts in the mean
-                state[counter] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+            # Steps, what they count in the mean, and 1 - beta1 of the last one, by which z follows from y also where betas have changed.
+            for name, first in (("step", 0.0), ("shares", 0.0), ("nearness", 1 - self.betas[0])):
+                state[name] = torch.full((), first, dtype=torch.float32, device=local(parameter).device)
         return super().state_of(parameter)
 
     @torch.no_grad()
@@ -55,22 +56,24 @@ class ScheduleFreeAdamW(GuardedOptimizer):
 
     def _update(self, parameters: list[Tensor], group: dict, device: torch.device) -> None:
         """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""
-        states = [(*self.state_of(p), self.state[p]["step"], self.state[p]["shares"]) for p in parameters]
-        means, squares, steps, shares = map(list, zip(*states))
-        left_out, rate = self.left_out(parameters[0]), group["lr"]
-        share = (rate / (self.peak * group["rate_scale"])) ** 2 if group["rate_scale"] else 1.0
+        states = [(*self.state_of(p), *(self.state[p][name] for name in ("step", "shares", "nearness"))) for p in parameters]
+        means, squares, steps, shares, before = map(list, zip(*states))
+        left_out, rate, count = self.left_out(parameters[0]), group["lr"], len(parameters)
+        share = (rate / (self.peak * group["rate_scale"])) ** 2 if group["rate_scale"] else 0.0
         taken = torch.ones_like(steps[0]) if left_out is None else 1 - left_out.to(steps[0])
-        torch._foreach_add_(steps, [taken] * len(steps))
-        torch._foreach_add_(shares, [taken * share] * len(shares))
-        newest = torch._foreach_div([torch.full_like(steps[0], share)] * len(shares), shares)
+        torch._foreach_add_(steps, [taken] * count)
+        torch._foreach_add_(shares, [taken * share] * count)
+        newest = torch._foreach_div([torch.full_like(taken, share)] * count, torch._foreach_clamp_min(shares, 1e-30))
         numbers = [1 - self.betas[0], 1 - self.betas[1], self.eps, rate, group["weight_decay"]]
         if device.type == "cuda":  # compiled for numbers, the update would be compiled anew for each other one
             numbers = [torch.full((), number, dtype=torch.float32, device=device) for number in numbers]
         factor = None if self.gradient_factor is None else self.gradient_factor.to(steps[0])
-        for p, mean, square, correction, c in zip(parameters, means, squares, bias_corrections(self.betas[1], steps), newest):
+        of_each = zip(parameters, means, squares, bias_corrections(self.betas[1], steps), newest, before)
+        for p, mean, square, *own in of_each:
             tensors = [local(tensor).data for tensor in (p.grad, p, mean, square)]
             for part in [tensors] if device.type == "cuda" else _rows(tensors):
-                in_one_kernel(_update_one, part[0])(*part, correction, c, *numbers, factor, left_out)
+                in_one_kernel(_update_one, part[0])(*part, *own, *numbers, factor, left_out)
+        torch._foreach_lerp_(before, [torch.full_like(taken, 1 - self.betas[0])] * count, [taken] * count)
 
 
 def _rows(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -88,6 +91,7 @@ def _update_one(
     square: Tensor,
     correction: Tensor,
     newest: Tensor,
+    before: Tensor,
     nearness: Number,
     square_share: Number,
     eps: Number,
@@ -96,13 +100,13 @@ def _update_one(
     factor: Tensor | None,
     left_out: Tensor | None,
 ) -> None:
-    """Store y, x and the mean of squares after a step. `newest`: c. `nearness`: 1 - beta1. `correction`: of the mean of squares. `factor`: of the gradient."""
+    """Store y, x and the mean of squares after a step. `newest`: c. `before`, `nearness`: 1 - beta1 of the last step and of this one. `correction`: of the mean of squares. `factor`: of the gradient."""
     g = widened(gradient)
     if factor is not None:
         g = g * factor
     new_square = square.lerp(g.square(), square_share)
     direction = (g / (new_square / correction).sqrt_().add_(eps)).add_(weight * decay)
-    apart = (weight - mean).div_(nearness).sub_(direction.mul_(rate))  # z - x
+    apart = (weight - mean).div_(before).sub_(direction.mul_(rate))  # z - x
     new_mean = mean + newest * apart
     updated = apart.mul_(nearness * (1 - newest)).add_(new_mean)
     for tensor, value in ((weight, updated), (mean, new_mean), (square, new_square)):

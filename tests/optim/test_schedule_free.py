@@ -56,6 +56,41 @@ def test_weights_and_their_mean_are_those_of_its_authors(betas):
         assert all(torch.equal(p, own) for p, own in zip(model.parameters(), trained))
 
 
+def test_changed_betas_move_neither_the_model_nor_what_steps_move():
+    """z follows from y by the beta1 that y was made with. With the new one, a resumed run leapt by ten times the distance of z and x."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40, bias=False)
+    x = z = y = model.weight.detach().double()
+    square, optimizer = torch.zeros_like(x), None
+    for step in range(1, 9):
+        betas = (0.9, 0.99) if step <= 4 else (0.99, 0.95)
+        if step in (1, 5):
+            saved = optimizer.tensors() if optimizer else {}
+            optimizer = OptimizerSet([model], Optim(name="schedule_free_adamw", lr=0.01, betas=betas, weight_decay=0.1))
+            for name, tensor in saved.items():
+                optimizer.tensors()[name].copy_(tensor)
+        gradient = torch.randn_like(y)
+        model.weight.grad = gradient.float()
+        optimizer.step(0.01)
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        z = z - 0.01 * (gradient / ((square / (1 - betas[1] ** step)).sqrt() + 1e-8) + 0.1 * y)
+        x = x + (z - x) / step
+        y = (1 - betas[0]) * z + betas[0] * x
+        assert (model.weight - y).abs().max() <= 1e-6 and (optimizer.tensors()["trained.weight"] - x).abs().max() <= 1e-6
+
+
+def test_a_group_that_stood_still_is_averaged_from_its_first_step_on():
+    model = nn.Linear(5, 5, bias=False)
+    optimizer = OptimizerSet([model], Optim(name="schedule_free_adamw", lr=0.01))
+    start = model.weight.detach().clone()
+    for scale in (0.0, 0.0, 1.0):
+        optimizer.optimizers[0].param_groups[0]["rate_scale"] = scale
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step(0.01)
+        assert torch.equal(model.weight, start) == (scale == 0)
+    assert torch.equal(optimizer.tensors()["trained.weight"], model.weight)  # of one step, the mean is z
+
+
 class Losses(Callback):
     """The loss of some tokens after each step, as a callback is given it."""
 

@@ -175,7 +175,7 @@ def test_refused_access_and_missing_objects_fail_at_once(proxy, cache, monkeypat
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     environment(proxy.url)
     with pytest.raises(DataError, match="access refused .*redentials.* set the credentials"):
-        opened(cache, SHORT)
+        opened(cache, QUICK)
     assert "trying again" not in caplog.text  # each retry is logged
 
 

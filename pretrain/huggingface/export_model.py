@@ -156,9 +156,9 @@ class _Source:
         self.checkpoint, self.plan, self.dtype, self.averaged = checkpoint, plan, dtype, averaged
         self.payload = Payload(checkpoint)
         if averaged and not self.payload.names("optim.ema."):
-            raise CheckpointError(
-                f"{checkpoint}: has no running mean of its weights; train with optim.ema_decay, or export the weights"
-            )
+            is_mean = self.payload.names("optim.trained.")
+            remedy = "its weights are the mean: export them" if is_mean else "train with optim.ema_decay, or export the weights"
+            raise CheckpointError(f"{checkpoint}: has no running mean of its weights; {remedy}")
         there = {name.removeprefix("model."): self.payload.items[name] for name in self.payload.names("model.")}
         there = {name: item for name, item in there.items() if not name.startswith(TRAINING_ONLY)}
         if odd := sorted(there.keys() ^ plan.ours.keys()):

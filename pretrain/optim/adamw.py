@@ -46,11 +46,8 @@ class AdamW(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            for device in {local(parameter).device for parameter in group["params"]}:
-                parameters = [p for p in group["params"] if p.grad is not None and local(p).device == device]
-                if parameters:
-                    self._update(parameters, group["lr"], group["weight_decay"], device)
+        for group, device, parameters in self.by_device():
+            self._update(parameters, group["lr"], group["weight_decay"], device)
 
     def _update(self, parameters: list[Tensor], rate: float, decay: float, device: torch.device) -> None:
         """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""

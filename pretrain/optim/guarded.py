@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,6 +98,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
         if tensors[0].is_cuda:
             seeds = seeds.pin_memory().to(tensors[0].device, non_blocking=True)  # else the host would wait
         return in_one_kernel(hash_places, seeds)(tuple(tensors[0].shape), self._starts(parameters[0]), seeds)
+
+    def by_device(self) -> Iterator[tuple[dict[str, Any], torch.device, list[Tensor]]]:
+        """The parameters of each group that have gradients, device by device: with `parallel.offload` there are two."""
+        for group in self.param_groups:
+            for device in {local(parameter).device for parameter in group["params"]}:
+                parameters = [p for p in group["params"] if p.grad is not None and local(p).device == device]
+                if parameters:
+                    yield group, device, parameters
 
     def alike(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole."""

@@ -48,11 +48,8 @@ class ScheduleFreeAdamW(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            for device in {local(parameter).device for parameter in group["params"]}:
-                parameters = [p for p in group["params"] if p.grad is not None and local(p).device == device]
-                if parameters:
-                    self._update(parameters, group, device)
+        for group, device, parameters in self.by_device():
+            self._update(parameters, group, device)
 
     def _update(self, parameters: list[Tensor], group: dict, device: torch.device) -> None:
         """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""

@@ -431,7 +431,7 @@ def test_missing_paths_are_told_apart(tmp_path):
     ("https://host/web?signature=a/secret", "web"),
 ])  # fmt: skip
 def test_the_name_of_data_is_that_of_its_directory_and_holds_no_secret(path, name):
-    """Of a signed URL it was the signature, which stood in logs and trackers."""
+    """A source behind a signed URL was named by its signature, in logs and trackers."""
     assert directory_name(path) == name
 
 

@@ -41,7 +41,7 @@ LIVE_STATES = ("starting", "running", "failed")
 def page(run: Path, width: int, height: int | None = None, log: FollowedLog | None = None) -> RenderableType:
     """The page as it stands now, in a terminal of this size; None: as high as it takes. A low terminal shows fewer numbers.
 
-    `log`: that of the page before, of which only what is new is read. Without one, the log is read from its beginning.
+    `log`: that of the page before. Only what has come since is read. Without one, the log is read from its beginning.
 
     Raises DataError for a directory without a run.
     """

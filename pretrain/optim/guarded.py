@@ -139,7 +139,7 @@ def bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
 
 def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
-    tensors. Numbers that change from step to step have to be tensors, or int. Of a parameter the function takes `data`, since torch.compile knows
+    tensors. Numbers that change from step to step have to be tensors, or int. The function takes `data` of a parameter, since torch.compile knows
     no gradient of another format.
 
     `by_shape`: how many tensors like this one the function takes. It is then compiled for each shape and number, as long as those are few. Such

@@ -140,7 +140,7 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     """The files that `patterns` name, sorted. A pattern is a file, a glob (`**` descends), a folder, or a URL of one of these.
 
     A file that two patterns name is taken once, whatever they call its folder. Hidden files and folders in a folder are left out, links to
-    folders are not followed, and a glob's folders are not descended into without `**`: a line on standard error says how many. Raises
+    folders are not followed, and a glob's folders are not descended into without `**`. A line on standard error says how many. Raises
     DataError for a pattern that gives no file, and for a link to nothing.
     """
     found: set[str] = set()

@@ -305,7 +305,7 @@ def _note(tokenizer: Tokenizer, exported: Any) -> str | None:
 
 
 def _ids_of(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """The ids of a text. None for one that cannot be in any document: a character vocabulary may lack characters of the edge cases, and
+    """The ids of a text. None for one that cannot be in any document. A character vocabulary may lack characters of the edge cases, and
     a Unigram model may take a piece of them for a special token.
     """
     try:

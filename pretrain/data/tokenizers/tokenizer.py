@@ -2,7 +2,7 @@
 
 Neither library adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
 between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, or refused if the
-tokenizer cannot do that, so a document cannot forge a document boundary. (A tokenizer exported for transformers does match such
+tokenizer cannot do that. So a document cannot forge a document boundary. (A tokenizer exported for transformers does match such
 text: see export.py.)
 """
 

@@ -467,7 +467,7 @@ def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, conf
             config_file,
             f"run.name=background-{name}",
             *options,
-            f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}",
+            f"checkpoint={{every_steps: 2, keep_last: 0, asynchronous: {name}}}",
         )
         for name in ("true", "false")
     ]

@@ -114,6 +114,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),
     _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval", "checkpoint.interval"),
     _renamed("checkpoint.keep_last"): ("save_total_limit", "keep_latest_k"),
+    _renamed("checkpoint.asynchronous"): ("async_save", "async_checkpoint", "async_checkpointing", "async_mode"),
     "it is validation.sequences here: samples per validation source, not batches": ("eval_iters", "eval.max_iters", "validation.steps"),
     _renamed("validation.every_steps"): (
         "eval_steps", "eval_interval", "eval_every", "val_check_interval", "eval.interval", "eval.every_steps", "validation.freq",

@@ -44,6 +44,7 @@ RENAMED = {
     "model.source_vocab_size": "model.encoder.vocab_size",
     "model.tie_source": "model.encoder.share_embedding",
     "model.start_id": "model.encoder.decoder_start_id",
+    "checkpoint.background": "checkpoint.asynchronous",
 }
 """Keys of earlier versions, with their names of today. Records of runs may have the old ones (`written.py`); configurations may not."""
 

@@ -86,9 +86,10 @@ class Parallel:
     expert: int = key(
         1,
         "Ranks that share the experts of every layer: each holds some of them, and tokens travel to them (expert parallelism). It takes no "
-        "ranks of its own: it divides `shard` x `context`, and `model.experts.count`.",
+        "ranks of its own: it divides `shard` x `context`, and `model.experts.count`. -1: `shard` x `context`.",
         ge=1,
         le=10_000_000,
+        rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
     grad_sync: Literal["auto", "last", "every"] = key(

@@ -251,7 +251,7 @@ class Checkpoint:
 
     every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0, le=MOST_STEPS)
     every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0, le=1e9)
-    background: bool = key(
+    asynchronous: bool = key(
         False,
         "Write a checkpoint while training goes on. Training stands still only while each rank copies what it will write to the host's memory, "
         "which has to have room for it. The last one of a run is waited for.",

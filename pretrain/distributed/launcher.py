@@ -112,7 +112,8 @@ def expected_world_size(config: Config) -> int | None:
     parallel = config.parallel
     if parallel.strategy == "single":
         return 1
-    shard = parallel.shard or parallel.expert // math.gcd(parallel.context, parallel.expert)
+    expert = max(parallel.expert, 1)  # -1: any number
+    shard = parallel.shard or expert // math.gcd(parallel.context, expert)
     least = (parallel.replicate or 1) * shard * ranks_of_a_sample(config)
     if parallel.replicate or parallel.shard or least > 1:
         return least

@@ -111,7 +111,16 @@ class Layout:
 
 
 def take_rest(config: Config, world_size: int) -> Config:
-    """The configuration with the number that an axis of -1 stands for. Raises ConfigError or LaunchError."""
+    """The configuration with the numbers that axes of -1 stand for. Raises ConfigError or LaunchError."""
+    config = _take_rest_of_processes(config, world_size)
+    parallel = config.parallel
+    if parallel.expert != -1:
+        return config
+    shard = parallel.shard or world_size // ((parallel.replicate or 1) * ranks_of_a_sample(config))
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, expert=max(1, shard * parallel.context)))
+
+
+def _take_rest_of_processes(config: Config, world_size: int) -> Config:
     parallel = config.parallel
     open_axes = [axis for axis in ("tensor", "context", "pipeline") if getattr(parallel, axis) == -1]
     if not open_axes:

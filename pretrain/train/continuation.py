@@ -120,7 +120,7 @@ class Continuation:
             saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
             with self._explained(progress.step):
                 saving.begin()
-                if self.plan.config.checkpoint.background:
+                if self.plan.config.checkpoint.asynchronous:
                     saving.hold(self.copies)
                     saving.write_beside()
                     self._held_up = f", which held training up for {duration(time.monotonic() - started)}"

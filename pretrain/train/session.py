@@ -375,7 +375,7 @@ def _describe_memory(plan: Plan) -> list[str]:
 
 def _describe_held(plan: Plan, saved: int) -> str:
     """The host's memory that checkpoints in the background take. Each replica writes a share."""
-    if not plan.config.checkpoint.background:
+    if not plan.config.checkpoint.asynchronous:
         return ""
     ranks = plan.layout.state_parts * plan.layout.replicate
     return f", written beside training from copies of {bytes_of(saved // ranks)} in each rank's host memory"

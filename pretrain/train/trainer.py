@@ -325,11 +325,11 @@ class Trainer:
             yield
 
     def _save(self, waits: bool = True) -> None:
-        """Save this step, unless it is saved already. With `checkpoint.background`, it may be written beside the next steps, unless it `waits`."""
+        """Save this step, unless it is saved already. With `checkpoint.asynchronous`, it may be written beside the next steps, unless it `waits`."""
         self.reporting.run.wants_save = False
         self._finish_save()
         self.continuation.begin_save(self.progress)
-        if waits or not self.config.checkpoint.background:
+        if waits or not self.config.checkpoint.asynchronous:
             self._finish_save()
 
     def _finish_save(self) -> None:

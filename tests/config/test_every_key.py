@@ -172,7 +172,7 @@ SEEN = {
     "validation.translation.lowercase": "observe/test_translation.py::test_scores_ignore_case_when_asked",
     "checkpoint.every_steps": f"{CONTINUED}::test_a_sharded_run_that_validates_where_it_saves_can_be_resumed",
     "checkpoint.every_seconds": "train/test_interruptions.py::test_a_checkpoint_is_saved_when_its_time_has_come",
-    "checkpoint.background": "train/test_background_saves.py::test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken",
+    "checkpoint.asynchronous": "train/test_asynchronous_saves.py::test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken",
     "checkpoint.keep_last": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
     "checkpoint.keep_every_steps": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
     "checkpoint.export_check": "huggingface/test_export_check.py::test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then",

@@ -131,7 +131,7 @@ def test_validation_callbacks_checkpoints_and_exports_are_of_the_mean(pool, conf
 
 def test_what_reads_the_mean_changes_nothing_and_an_interrupted_run_has_the_same_bits(pool, config_file, prepared):
     plain = train(pool, 1, config_file, "run.name=plain", *SHORT)
-    looked_at = ("checkpoint={every_steps: 1, keep_last: 0, background: true}", f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=1")
+    looked_at = ("checkpoint={every_steps: 1, keep_last: 0, asynchronous: true}", f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=1")
     watched = train(pool, 1, config_file, "run.name=watched", *SHORT, *looked_at)
     train(pool, 1, config_file, "run.name=cut", *SHORT, "run.steps=3")
     cut = train(pool, 1, config_file, "run.name=cut", *SHORT)

@@ -133,6 +133,9 @@ def test_the_choice_between_ddp_and_fsdp2_is_said(world_size, overrides, said):
         (8, ["parallel={strategy: fsdp, shard: 2, context: -1}"], Layout("fsdp", 1, 2, 6, context=4)),
         (8, ["parallel={shard: 2, tensor: 2, pipeline: -1}", "model.layers=4"], Layout("fsdp", 1, 2, 6, 2, pipeline=2, bubble=1 / 7)),
         (1, ["parallel.tensor=-1"], Layout("single", 1, 1, 6)),
+        (8, ["parallel={replicate: 2, expert: -1}"], Layout("fsdp", 2, 4, 6, expert=4)),
+        (8, ["parallel={shard: 2, tensor: 2, context: -1, expert: -1}"], Layout("fsdp", 1, 2, 6, 2, context=2, expert=4)),
+        (1, ["parallel.expert=-1"], Layout("single", 1, 1, 6)),
     ],
 )
 def test_minus_one_takes_the_processes_that_other_axes_leave(world_size, overrides, layout):

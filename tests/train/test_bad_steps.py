@@ -160,7 +160,7 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_refused_by_all(pool, config_fi
 def test_steps_in_a_row_that_are_skipped_retire_no_checkpoint_from_before_them(pool, config_file, background):
     """What was saved among them has the weights of the last step taken, which may have ruined them. It drove out the good checkpoints."""
     options = (*STEADY, "run.steps=20", "checkpoint={every_steps: 2, keep_last: 2}", "optim.skip_nonfinite=5")
-    options = (*options, f"checkpoint.background={str(background).lower()}", "parallel.strategy=fsdp")
+    options = (*options, f"checkpoint.asynchronous={str(background).lower()}", "parallel.strategy=fsdp")
     checkpoints = config_file.parent / "runs" / "run" / "checkpoints"
     for _ in range(2):  # the second start goes on from within the row
         code, printed = pool.launch(2, with_bad_steps, list(range(6, 30)), str(config_file), *options)[0]

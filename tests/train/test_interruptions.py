@@ -335,7 +335,7 @@ def save_with_little_room(config_file: str, *overrides: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_good(pool, config_file, background):
-    overrides = ("checkpoint.every_steps=5", f"checkpoint.background={background}", "parallel.strategy=fsdp", "run.steps=20")
+    overrides = ("checkpoint.every_steps=5", f"checkpoint.asynchronous={background}", "parallel.strategy=fsdp", "run.steps=20")
     results = pool.launch(2, save_with_little_room, str(config_file), *overrides)
     run = config_file.parent / "runs" / "run"
     assert [code for code, _ in results] == [1, 1]

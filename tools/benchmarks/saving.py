@@ -43,7 +43,7 @@ def saving(model: Path, device: str, parts: Sequence[str], options: Options) -> 
     stalls = _stalls_beside(options.work / "beside", tensors, ranks, options.turns) if "stall" in parts else None
     plain, rows = _files(model, tensors, ranks, options) if "files" in parts else (None, [])
     if stalls is not None:
-        rows.append(_row("stall of a save in the background", stalls, plain, None, "checkpoint.background: a copy in memory"))
+        rows.append(_row("stall of a save in the background", stalls, plain, None, "checkpoint.asynchronous: a copy in memory"))
     rows.append(Row("checkpoint", "bytes of tensors", _bytes(tensors) / 1e6, "MB", better="lower", note=f"{len(tensors)} tensors"))
     return rows
 

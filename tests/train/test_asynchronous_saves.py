@@ -33,7 +33,7 @@ from pretrain.train.callbacks import Callback
 from pretrain.train.trainer import Trainer
 
 SHORT = ("run.steps=9", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 3, keep_last: 0, export_check: false}")
-BESIDE = (*SHORT, "checkpoint.background=true")
+BESIDE = (*SHORT, "checkpoint.asynchronous=true")
 
 
 def slowly(

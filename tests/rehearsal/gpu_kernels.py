@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def kernels_of(graph: GraphLowering) -> dict[str, str]:
 def compiled(name: str, source: str, folder: str) -> str:
     """What is wrong with a kernel, or an empty text."""
     signature = eval(SIGNATURE.search(source).group(1))
-    path = Path(folder) / f"{name[:80]}.py"
+    path = Path(folder) / f"{len(os.listdir(folder))}_{name[:80]}.py"  # Python may take code of another kernel that had this name a moment ago
     path.write_text(HEAD + source[source.index("@triton.jit") :])
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

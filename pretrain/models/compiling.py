@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -86,7 +87,7 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             # torch would compile backward when it comes to it, where nothing below would meet an error.
             torch._functorch.config.force_non_lazy_backward_lowering = True
             if not torch.cuda.is_available():  # beside a GPU, little is compiled for the CPU
-                look_at_the_cpu()
+                look_at_the_cpu(remedy)
         try:
             return _called(compiled, args, named)
         except FailOnRecompileLimitHit as error:
@@ -121,17 +122,32 @@ def _called(compiled: Callable, args: tuple, named: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def look_at_the_cpu() -> None:
+def look_at_the_cpu(remedy: str) -> None:
     """Let torch find out which vector instructions the CPU has. It compiles a small program for each. A signal to all processes of a run may end that
     compiler. Then torch would believe, as long as the process lives, that the CPU lacks them. So these programs get no signal.
+
+    Raises TrainingError, with the `remedy`, where there is no C++ compiler, or no folder for what it makes.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import InvalidCxxCompiler
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which the programs inherit
     try:
         pick_vec_isa()
+    except InvalidCxxCompiler as error:
+        raise TrainingError(
+            f"torch's compiler needs a C++ compiler, and there is no {os.environ.get('CXX', 'g++')} here; install g++, name another by the "
+            f"variable CXX, or {remedy}"
+        ) from error
+    except OSError as error:
+        raise TrainingError(f"{needs_folder(error)}, or {remedy}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def needs_folder(error: OSError) -> str:
+    """What to say where torch cannot write the files of its compiler."""
+    return f"torch has no folder for its compiler's files ({error}); set TORCHINDUCTOR_CACHE_DIR to one that can be written"
 
 
 def _remedy_of_folders() -> str:
@@ -139,8 +155,8 @@ def _remedy_of_folders() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folders = {"TMPDIR": tempfile.gettempdir(), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
-    named = [f"{variable} (now {folder})" for variable, folder in folders.items() if " " in folder]
-    return f"set {' and '.join(named)} to a folder without spaces in its name, or " if named else ""
+    named = [f"{variable} (now {folder})" for variable, folder in folders.items() if re.search(r"[\s'\"\\]", folder)]
+    return f"set {' and '.join(named)} to a folder without spaces and quotation marks in its name, or " if named else ""
 
 
 def _reason_of(error: BaseException) -> str:

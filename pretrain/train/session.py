@@ -21,9 +21,10 @@ from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher, expected_world_size, ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
-from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, line_of, print_error
+from pretrain.errors import CheckpointError, LaunchError, LostRankError, TrainingError, UserError, line_of, print_error
 from pretrain.huggingface.export_check import start_export_check
 from pretrain.models import build_network
+from pretrain.models.compiling import needs_folder
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
@@ -161,7 +162,10 @@ def prepare_process(config: Config) -> None:
     """Set what holds for this whole process. It must precede the first call of CUDA."""
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.run.deterministic)
+    try:
+        torch.use_deterministic_algorithms(config.run.deterministic)
+    except OSError as error:  # it imports the compiler, as optimizers do
+        raise TrainingError(needs_folder(error)) from error
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     set_attention_kernel(config.run.attention_kernel, shapes_change=bool(config.data.pairs))

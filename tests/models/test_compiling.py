@@ -1,11 +1,13 @@
 """What is compiled stays compiled: torch alone would run a function as it is from its ninth version on."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
 from pretrain.parallel.blocks import compile_model
 from pretrain.parallel.initialise import initialise
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_function_of_many_versions_stays_compiled_until_it_is_refused(monkeypatch):
@@ -88,8 +92,34 @@ def test_a_folder_in_which_torch_cannot_compile_is_named(monkeypatch):
         raise RuntimeError("C++ compile error")
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/a b")
-    with pytest.raises(TrainingError, match=r"; set TORCHINDUCTOR_CACHE_DIR \(now /home/a b\) to a folder without spaces in its name, or do without$"):
+    with pytest.raises(TrainingError, match=r"; set TORCHINDUCTOR_CACHE_DIR \(now /home/a b\) to a folder without spaces and quotation marks in its name, or do without$"):
         compile_strictly(lambda x: x * x, "do without", backend=broken)(torch.ones(3))
+
+
+@pytest.mark.parametrize("variables, missing", [({"PATH": "/nowhere"}, "g++"), ({"CXX": "/nowhere/clang++"}, "/nowhere/clang++")])
+def test_a_host_without_a_cpp_compiler_is_told_so(variables, missing, tmp_path):
+    """torch looks for instructions of the CPU before it compiles, and its error there was a traceback."""
+    code = (
+        "from pretrain.models.compiling import compile_strictly; from pretrain.errors import TrainingError; import torch\n"
+        "try: compile_strictly(lambda x: x * x, 'do without')(torch.ones(3))\n"
+        "except TrainingError as error: print(error)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **variables}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.stdout.strip() == (
+        f"torch's compiler needs a C++ compiler, and there is no {missing} here; install g++, name another by the variable CXX, or do without"
+    ), ended.stderr
+
+
+def test_a_run_without_a_folder_for_the_compiler_says_so_in_one_line(config_file):
+    """torch makes that folder when it is imported by an optimizer, whether or not the run compiles."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": "/proc/nowhere"}
+    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr
+    line = r"error: torch has no folder for its compiler's files \(.*'/proc/nowhere'\); set TORCHINDUCTOR_CACHE_DIR to one that can be written"
+    assert re.search(rf"^{line}$", ended.stderr, re.M), ended.stderr
 
 
 @pytest.mark.slow  # compiles four programs of torch, half a minute
@@ -101,7 +131,7 @@ def test_a_signal_to_all_processes_does_not_hide_what_the_cpu_can(tmp_path):
     compiler.chmod(0o755)
     code = (
         "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
-        "from pretrain.models.compiling import look_at_the_cpu; look_at_the_cpu()\n"
+        "from pretrain.models.compiling import look_at_the_cpu; look_at_the_cpu('')\n"
         "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa(), bool(told))"
     )
     found = {}

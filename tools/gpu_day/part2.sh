@@ -63,3 +63,7 @@ speed 3b_fp8 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=tenso
 speed 1b_eager 50 llama3.2-1b 4096 4 2 $bf16
 speed 3b_rowwise 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=rowwise
 row hf_trainer_compiled 90 "$PY" tools/gpu_day/hf_trainer.py --compile ${TRY:+--tiny}
+# The rows of docs/benchmarks.md that no other row measures again: 8B at its fastest, with KempnerForge's recomputation, and DDP beside 1b_single.
+speed 8b_3x3 80 llama3.1-8b 4096 3 3 --steps 3 "$pure" $blocks
+speed 8b_recomputed 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks parallel.activation_checkpointing=full
+speed 1b_ddp 35 llama3.2-1b 4096 4 2 --steps 8 $bf16 $blocks "${ddp[@]}"

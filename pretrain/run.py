@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import re
 import sys
 import tempfile
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
     from pretrain.train.garbage import first_import
 
     config, origins = load_config(arguments.config, arguments.overrides)
-    _refuse_without_temporary_files()
+    _refuse_without_folders()
     try:
         if arguments.print_config:
             from pretrain.train.resolve import resolve
@@ -130,8 +131,12 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
         raise ConfigError(f"{origins[key]}: {error}", key) from error
 
 
-def _refuse_without_temporary_files() -> None:
-    """Raise LaunchError if no directory takes temporary files. torch would fail to be imported, with a traceback."""
+def _refuse_without_folders() -> None:
+    """Raise LaunchError if the current folder is gone, or none takes temporary files. torch would fail to be imported, with a traceback."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError("the folder in which this command was started was removed; change to one that exists") from error
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

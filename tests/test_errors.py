@@ -53,6 +53,15 @@ def test_a_run_without_a_place_for_temporary_files_is_a_line():
     assert done.stderr.startswith("error: No usable temporary directory found in [") and "set TMPDIR" in done.stderr
 
 
+def test_a_run_in_a_removed_folder_is_a_line(tmp_path):
+    """torch's libraries ended the process."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"cd {gone} && rmdir {gone} && {sys.executable} {ROOT / 'pretrain' / 'run.py'} --config {ROOT / 'configs' / 'pretrain' / 'llama-125m.yaml'} --check"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: the folder in which this command was started was removed; change to one that exists\n")
+
+
 def test_errors_that_come_first_are_still_told():
     code, said = ended("def work():\n    print('a')\n    raise DataError('x.bin: damaged')")
     assert code == 1 and said == "error: x.bin: damaged\n"

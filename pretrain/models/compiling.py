@@ -136,7 +136,7 @@ def look_at_the_cpu(remedy: str) -> None:
         pick_vec_isa()
     except InvalidCxxCompiler as error:
         raise TrainingError(
-            f"torch's compiler needs a C++ compiler, and there is no {os.environ.get('CXX', 'g++')} here; install g++, name another by the "
+            f"torch's compiler needs a C++ compiler, and {os.environ.get('CXX', 'g++')} does not work here; install g++, name another by the "
             f"variable CXX, or {remedy}"
         ) from error
     except OSError as error:

@@ -19,7 +19,7 @@ from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
 from pretrain.optim.adafactor import Adafactor
-from pretrain.optim.adamw import AdamW
+from pretrain.optim.adamw import AdamW, FusedAdamW
 from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, widened, widest
 from pretrain.optim.lion import Lion
 from pretrain.optim.muon import Muon
@@ -39,12 +39,11 @@ class Setting:
     formats: Formats
 
 
-def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, given: Setting) -> AdamW:
     config, parameters = given.config, [p for group in groups for p in group["params"]]
     # torch's fused one wants all of a parameter's numbers in one format.
-    if given.formats.moments != torch.float32 or any(torch.bfloat16 in (p.dtype, p.grad_dtype) for p in parameters):
-        return AdamW(groups, config.lr, tuple(config.betas), config.eps, given.formats)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    is_mixed = given.formats.moments != torch.float32 or any(torch.bfloat16 in (p.dtype, p.grad_dtype) for p in parameters)
+    return (AdamW if is_mixed else FusedAdamW)(groups, config.lr, tuple(config.betas), config.eps, given.formats)
 
 
 _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
@@ -85,22 +84,20 @@ class OptimizerSet:
         self.ema_decay, self.model_is_mean = config.ema_decay, model_is_mean(config)
         self.means: dict[str, Tensor] = {}
         """The running mean of each parameter. It begins as the parameter was before the first step, or at `begin_means`."""
-        groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
+        groups: dict[str, dict[Rule, list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for part in parts:
             by_name = rules(part, config)
             for name, parameter in part.named_parameters():
                 if name in by_name:
                     self.parameters[name] = parameter
-                    # A fused update takes whole tensors, or sharded ones of one mesh.
-                    kind = by_name[name], parameter.device_mesh if isinstance(parameter, DTensor) else None
-                    groups.setdefault(by_name[name].optimizer, {}).setdefault(kind, []).append(parameter)
+                    groups.setdefault(by_name[name].optimizer, {}).setdefault(by_name[name], []).append(parameter)
         formats = Formats(moments, {parameter: name for name, parameter in self.parameters.items()})
         self.optimizers = [
             registered(_OPTIMIZERS, name, "_OPTIMIZERS of pretrain/optim/optimizer.py")(
                 [
                     {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
-                    for (rule, _), members in own.items()
+                    for rule, members in own.items()
                 ],
                 Setting(config, compute, replicas, formats),
             )

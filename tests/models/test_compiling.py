@@ -108,7 +108,7 @@ def test_a_host_without_a_cpp_compiler_is_told_so(variables, missing, tmp_path):
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **variables}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert ended.stdout.strip() == (
-        f"torch's compiler needs a C++ compiler, and there is no {missing} here; install g++, name another by the variable CXX, or do without"
+        f"torch's compiler needs a C++ compiler, and {missing} does not work here; install g++, name another by the variable CXX, or do without"
     ), ended.stderr
 
 

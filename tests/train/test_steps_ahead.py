@@ -181,7 +181,7 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], l
 
 
 # Operators of a step and bytes of its new tensors: eight micro-steps of one process, four of two.
-WORK = {"single": (4316, 8_551_161), "experts": (9168, 16_508_409), "ddp": (2272, 4_277_913), "fsdp": (3079, 5_969_201)}
+WORK = {"single": (4316, 8_551_161), "experts": (9168, 16_508_409), "ddp": (2272, 4_277_913), "fsdp": (3124, 5_969_201)}
 
 
 # Micro-steps of FSDP2 gather four units (embedding, two blocks, head), two of them again, and scatter four; once per step gradients of vectors are added.

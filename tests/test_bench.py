@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -20,8 +22,10 @@ import pytest
 import torch
 from benchmarks import loading, preparing, speed
 from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
+from benchmarks.comparison import changes, not_measured
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
+from benchmarks.machine import commit, cpu, machine
 from benchmarks.matmul import layer_products
 from benchmarks.measure import (
     ROOT,
@@ -29,10 +33,9 @@ from benchmarks.measure import (
     Row,
     Turns,
     as_lines,
-    changes,
     environment,
+    heading,
     in_turns,
-    machine,
     read_lines,
     read_rows,
     table,
@@ -40,7 +43,8 @@ from benchmarks.measure import (
 from benchmarks.products import fastest
 from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
-from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
+from benchmarks.trainers.clock import Clock
+from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, Measured, _rows, compare_trainers
 from benchmarks.updates import updates
 from running import on_meta, some_slow, tool
 from torch.utils.flop_counter import FlopCounterMode
@@ -215,8 +219,41 @@ def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
     case = Case("A", "fp32", ranks, 2)
     programs = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT]
     rows = compare_trainers([case], programs, 2, dataclasses.replace(options, work=tmp_path, scale=0.05))
-    assert [row.name for row in rows] == programs and {row.part for row in rows} == {case.name}
-    assert all(row.value > 0 and row.baseline == rows[0].value and "MiB" in row.note for row in rows)
+    shown = [row for row in rows if row.in_table]
+    assert [row.name for row in shown] == programs and {row.part for row in rows} == {case.name}
+    assert all(row.value > 0 and row.baseline == rows[0].value and "MiB" in row.note for row in shown)
+    assert len(rows) == 4 * len(shown) and all(row.value > 0 and row.versions["torch"] == importlib.metadata.version("torch") for row in rows)
+
+
+def test_time_by_the_clock_first_step_and_peak_memory_are_rows_which_the_table_shows_in_a_note():
+    """`--compare` saw CPU time alone: a doubled peak passed."""
+
+    def rows(peak: float) -> list[Row]:
+        turns = {"pretrain": 1e-6, "LitGPT": 2e-6}
+        known = {"Python": "3.11.7", "torch": "2.13.0", "litgpt": "0.5.13"}
+        return _rows(Case("A", "fp32", 1, 1), {name: [Measured(cpu, 2 * cpu, first, peak, known) for first in (3.0, 5.0)] for name, cpu in turns.items()})
+
+    found = rows(100.0)
+    assert [(row.name, row.value, row.unit, row.clock, row.baseline) for row in found[4:]] == [
+        ("LitGPT", pytest.approx(2.0), "µs/token", "cpu", pytest.approx(1.0)),
+        ("LitGPT: wall time", pytest.approx(4.0), "µs/token", "wall", pytest.approx(2.0)),
+        ("LitGPT: first step", 3.0, "s", "wall", 3.0),
+        ("LitGPT: peak memory", 100.0, "MiB", "-", 100.0),
+    ]
+    assert found[6].median == 4.0 and {row.better for row in found} == {"lower"}
+    lines = table(found).splitlines()[2:]
+    assert len(lines) == 2 and "| 250,000 tokens/s, first step after 3.0 s, 100 MiB; takes 2.00 x pretrain's time; litgpt 0.5.13, torch 2.13.0 |" in lines[1]
+    typed = "python tools/bench.py peers"
+    earlier = [json.loads(line) for line in as_lines(found, HERE, HERE, typed).splitlines()]
+    compared = changes(rows(200.0), earlier, typed, HERE)
+    part = "A fp32, 1 rank, 1 micro-step"
+    assert f"{part}: pretrain: peak memory: 200 MiB, before 100 MiB: 2.000 x, worse" in compared
+
+
+def test_a_program_leaves_the_versions_of_its_own_process(tmp_path):
+    Clock(str(tmp_path / "result")).write(None)
+    known = json.loads((tmp_path / "result-0.json").read_text())["versions"]
+    assert known["Python"] == platform.python_version() and known["torch"] == importlib.metadata.version("torch") and "accelerate" in known
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
@@ -292,7 +329,7 @@ def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by, run)
 
 
 def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
-    file, about = tmp_path / "numbers.jsonl", machine()
+    file, about = tmp_path / "numbers.jsonl", {**machine(), "commit": "abc1234", "dirty": False}
     for value in (4.0, 2.0):
         with file.open("a") as out:
             out.write(
@@ -314,17 +351,17 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
         "B: pretrain: 1 s, not measured before",
         "A: other: 1 s, before 1 s: not compared, because that is - time, and this wall time",
     ]
-    assert changes(now, read_rows(file), f"{typed} --compare {file}") == expected
-    assert changes(now, read_rows(file), f"{typed} --compare={file} --seconds=3") == expected
+    assert changes(now, read_rows(file), f"{typed} --compare {file}", about) == expected
+    assert changes(now, read_rows(file), f"{typed} --compare={file} --seconds=3", about) == expected
     rows = read_rows(file)
     other = {**rows[0], "value": 5.0, "command": "python tools/bench.py train --steps 9"}
-    assert changes(now, [*rows, other], typed) == expected  # what this command measured goes before what another did later
-    [line, *_] = changes(now, read_rows(file), f"{typed} --scale 0.1")
+    assert changes(now, [*rows, other], typed, about) == expected  # what this command measured goes before what another did later
+    [line, *_] = changes(now, read_rows(file), f"{typed} --scale 0.1", about)
     assert line == f"{expected[0]}; then command: {typed}"
-    before = {**read_rows(file)[0], "value": 0.0, "machine": {**machine(), "cores": 1000, "versions": {"torch": "1.0"}}}
-    [line, *_] = changes(now, [before], typed)
+    before = {**read_rows(file)[0], "value": 0.0, "machine": {**about, "cores": 1000, "versions": {**about["versions"], "torch": "1.0"}}}
+    [line, *_] = changes(now, [before], typed, about)
     assert line == "A: pretrain: 3 µs/token, before 0 µs/token: no ratio to 0, worse; then cores: 1000; then torch: 1.0"
-    [line, *_] = changes(now, [before | {"unit": "ms/token"}], typed)
+    [line, *_] = changes(now, [before | {"unit": "ms/token"}], typed, about)
     assert line.endswith(": not compared, because the units differ")
     good = json.dumps(rows[0])
     file.write_text(f"{good}\n\n  \n")
@@ -347,10 +384,137 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
         ({"command": 5}, "command is 5, and no text"),
         ({"command": "python 'x"}, "No closing quotation"),
         ({"unit": None}, "unit is None, and no text"),
+        ({"versions": "2.13"}, "versions is '2.13', and no table"),
     ):
         file.write_text(f"{good}\n{json.dumps(rows[0] | changed)}\n")
         with pytest.raises(DataError, match=f"line 2 is no row that --json wrote: .*{problem}"):
             read_rows(file)
+
+
+HERE = {
+    "date": "2026-11-29 16:00 UTC", "cpu": "AMD EPYC", "cpu_family": "25", "cpu_model": "17", "cpu_flags": "avx2 avx512_bf16", "cores": 2,
+    "load_average": [0.0, 0.0, 0.0], "python": "3.11.7", "versions": {"torch": "2.13.0", "accelerate": "1.15.0"}, "commit": "abc1234", "dirty": False,
+}  # fmt: skip
+
+
+def compared(then: dict, now: dict, versions_then: dict | None = None, versions_now: dict | None = None) -> str:
+    """What `--compare` says behind the ratio."""
+    typed = "python tools/bench.py train"
+    [line] = as_lines([Row("A", "pretrain", 2.0, "s", versions=versions_then or {})], then, then, typed).splitlines()
+    [line] = changes([Row("A", "pretrain", 1.0, "s", better="lower", versions=versions_now or {})], [json.loads(line)], typed, now)
+    beginning = "A: pretrain: 1 s, before 2 s: 0.500 x, better"
+    assert line.startswith(beginning)
+    return line.removeprefix(beginning)
+
+
+@pytest.mark.parametrize(
+    ("then", "text"),
+    [
+        ({}, ""),
+        ({"date": "2025-01-01 00:00 UTC", "load_average": [9.0, 9.0, 9.0]}, ""),
+        ({"cpu_family": "26", "cpu_model": "2"}, "; then CPU: AMD EPYC (family 26, model 2: avx2 avx512_bf16)"),
+        ({"cpu_flags": ""}, "; then CPU: AMD EPYC (family 25, model 17: no avx2 or avx512_bf16 or amx_bf16)"),
+        ({"gpu": "NVIDIA H100"}, "; then GPU: NVIDIA H100"),
+        ({"python": "3.9.1"}, "; then Python: 3.9.1"),
+        ({"versions": {"torch": "2.13.0", "accelerate": "1.0", "litgpt": "0.4"}}, "; then accelerate: 1.0; then litgpt: 0.4"),
+        ({"commit": "def5678"}, "; then commit: def5678"),
+        ({"dirty": True}, "; then commit: abc1234 with changes"),
+    ],
+)
+def test_what_was_not_alike_is_named(then, text):
+    assert compared({**HERE, **then}, HERE) == text
+
+
+def test_rows_of_earlier_commits_say_in_one_line_what_they_do_not_have(tmp_path):
+    typed, file = "python tools/bench.py speed", tmp_path / "rows.jsonl"
+    old = json.loads(as_lines([Row("speed", "x", 2.0, "tokens/s", "wall")], HERE, HERE, typed))
+    for name in ("versions", "in_table"):
+        del old[name]
+    old["machine"] = {name: value for name, value in HERE.items() if not name.startswith(("cpu_", "commit", "dirty"))}
+    old["machine"]["versions"] = {"torch": "2.13.0"}
+    file.write_text(json.dumps(old) + "\n")
+    [line] = changes([Row("speed", "x", 1.0, "tokens/s", "wall")], read_rows(file), typed, HERE | {"gpu": "NVIDIA H200"})
+    unknown = "CPU family and model, GPU, accelerate, commit"
+    assert line == f"speed: x: 1 tokens/s, before 2 tokens/s: 0.500 x, worse; not kept then: {unknown}"
+    # A program of another environment: the versions of the machine's line were not its own.
+    [line] = changes([Row("speed", "x", 1.0, "tokens/s", "wall", versions={"litgpt": "0.5.13", "torch": "2.10.0"})], read_rows(file), typed, HERE)
+    assert line.endswith("; not kept then: CPU family and model, versions, commit")
+
+
+def test_versions_of_a_programs_own_environment_are_compared():
+    then, now = ({"Python": "3.11.7", "torch": "2.10.0", "litgpt": version} for version in ("0.5.12", "0.5.13"))
+    assert compared(HERE, HERE, then, now) == "; then litgpt: 0.5.12"
+    assert compared(HERE, HERE, now, now) == ""
+
+
+def test_rows_that_a_command_measures_no_more_are_named_when_all_its_cases_are_measured(tmp_path, monkeypatch, capsys):
+    programs = ["pretrain", "gone"]
+    monkeypatch.setattr(
+        "benchmarks.training.compare_trainers",
+        lambda cases, *_: [Row(cases[0].name, name, 1.0, "µs/token", "cpu", better="lower") for name in programs],
+    )
+    file = str(tmp_path / "rows.jsonl")
+    assert tool("bench").main(["train", "--json", file]) == 0
+    programs.remove("gone")
+    assert tool("bench").main(["train", "--compare", file]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "not measured" in line]
+    parts = [f"A {name}, 1 rank, 1 micro-step" for name in ("fp32", "bf16")]
+    assert said == [f"{part}: gone: not measured now, before 1 µs/token" for part in parts]
+    assert not_measured([], read_rows(Path(file)), "python tools/bench.py train --steps 9") == []  # another command asks for others
+
+
+def test_a_cpu_is_told_from_others_of_its_name(tmp_path):
+    info = tmp_path / "cpuinfo"
+    for family, model, flags in (("25", "1", "fpu avx2"), ("26", "2", "fpu avx2 avx512_bf16")):
+        one = f"cpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: AMD EPYC\nflags\t\t: {flags} amx\n\n"
+        info.write_text(one + one.replace("AMD EPYC", "the second core"))
+        found = {"cpu": "AMD EPYC", "cpu_family": family, "cpu_model": model, "cpu_flags": flags.removeprefix("fpu ")}
+        assert cpu(info) == found
+    assert "AMD EPYC (family 26, model 2: avx2 avx512_bf16), 2 cores" in heading({**HERE, **found}, HERE, "x")
+    info.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    assert cpu(info) == cpu(tmp_path / "none") == {"cpu": platform.processor()}
+
+
+def test_the_commit_is_kept_and_whether_files_differ_from_it(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        named = ("-c", "user.name=x", "-c", "user.email=x@x")
+        return subprocess.run(["git", "-C", str(tmp_path), *named, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    assert commit(tmp_path) == {}
+    git("init")
+    assert commit(tmp_path) == {}  # there is none yet
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-m", "x")
+    (tmp_path / "numbers.jsonl").write_text("not tracked")
+    (tmp_path / "folder").mkdir()
+    name = git("rev-parse", "--short", "HEAD")
+    assert commit(tmp_path) == {"commit": name, "dirty": False} and commit(tmp_path / "folder") == {}
+    (tmp_path / "file").write_text("b")
+    assert commit(tmp_path) == {"commit": name, "dirty": True}
+    assert f", commit {name} with changes" in heading({**HERE, **commit(tmp_path)}, HERE, "x")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "measures", "other"),
+    [
+        (["matmul", "--device", "cuda"], "matmul.matmul", ["matmul"]),
+        (["checkpoint", "--device", "cuda"], "saving.saving", ["checkpoint"]),
+        (["collectives", "--backend", "nccl"], "collectives.collectives", ["collectives"]),
+        (["speed", "run.device=cuda"], "speed.measure_speed", ["speed", "run.device=cpu"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_measured_on_a_gpu_keeps_its_name(tmp_path, monkeypatch, words, measures, other):
+    monkeypatch.setattr(f"benchmarks.{measures}", lambda *_: [Row("part", "name", 1.0, "s")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    for asked in (words, other):
+        assert tool("bench").main([*asked, "--json", str(tmp_path / "rows.jsonl")]) == 0
+    assert [row["machine"].get("gpu") for row in read_rows(tmp_path / "rows.jsonl")] == ["NVIDIA H200", None]
 
 
 def test_a_file_that_cannot_be_compared_or_written_is_refused_before_anything_is_measured(tmp_path, capsys):

@@ -13,15 +13,15 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being installed
 
+from benchmarks.comparison import changes, not_measured  # noqa: E402
 from benchmarks.data import PARTS, measure  # noqa: E402
+from benchmarks.machine import gpu, machine  # noqa: E402
 from benchmarks.measure import (  # noqa: E402
     Options,
     Row,
     as_lines,
-    changes,
     command,
     heading,
-    machine,
     read_rows,
     table,
 )  # fmt: skip
@@ -134,7 +134,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
 
 
 def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.speed import Speed, measure_speed
+    from benchmarks.speed import Speed, device_of, measure_speed
 
     asked = Speed(
         arguments.config,
@@ -153,7 +153,7 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
         f"--{option.replace('_', '-')} {value}" for option, least in sizes.items() if (value := getattr(arguments, option)) != least
     ]
     name = " ".join([arguments.config.stem if arguments.config else "the default model", *arguments.overrides, *others])
-    measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options))
+    measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options), device=device_of(asked))
 
 
 def add_training(subjects: argparse._SubParsersAction) -> None:
@@ -251,7 +251,7 @@ def add_keeping(subject: argparse.ArgumentParser, time: float | None = None) -> 
 def add_files(subject: argparse.ArgumentParser) -> None:
     """The options of all subjects whose rows are kept and compared."""
     subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
-    subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
+    subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since, and what was not alike")
 
 
 def part_of(parts: Sequence[str], text: str) -> str:
@@ -282,26 +282,37 @@ def size(text: str) -> float:
     return float(text)
 
 
-def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callable[[Options], list[Row]]) -> None:
-    """Measure, print, keep. Of processes that measure together, the first one prints and keeps."""
+def measure_and_keep(
+    arguments: argparse.Namespace, typed: str, *measurements: Callable[[Options], list[Row]], device: str = "cpu"
+) -> None:
+    """Measure, print, keep, one measurement after the other. Of processes that measure together, the first one prints and keeps.
+
+    `device`: where they measure; cuda keeps the GPU's name.
+    """
     earlier = read_rows(arguments.compare) if arguments.compare else []
     if arguments.json:
         arguments.json.open("a").close()  # before something is measured and could not be kept
-    given = {name: value for name, value in vars(arguments).items() if name in ("seconds", "scale")}
-    place, start = getattr(arguments, "work", None), machine()
+    place = getattr(arguments, "work", None)
     if place is not None and not place.is_dir():
         raise ConfigError(f"--work {place}: {'not a directory' if place.exists() else 'no such directory; make it first'}")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=place) as work:
-        rows = rows_of(Options(Path(work), source=tuple(getattr(arguments, "source", ())), **given))
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    end = machine()
-    print(heading(start, end, typed), table(rows), sep="\n\n")
-    if arguments.json:
-        with arguments.json.open("a", encoding="utf-8") as file:
-            file.write(as_lines(rows, start, end, typed))
-    if arguments.compare:
-        print("", *changes(rows, earlier, typed), sep="\n")
+    given = {name: value for name, value in vars(arguments).items() if name in ("seconds", "scale")}
+    measured: list[Row] = []
+    for rows_of in measurements:
+        start = machine()
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=place) as work:
+            rows = rows_of(Options(Path(work), source=tuple(getattr(arguments, "source", ())), **given))
+        if int(os.environ.get("RANK", "0")) != 0:
+            continue
+        start, end = {**start, **gpu(device)}, machine()
+        print(heading(start, end, typed), table(rows), sep="\n\n")
+        if arguments.json:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(as_lines(rows, start, end, typed))
+        if arguments.compare:
+            print("", *changes(rows, earlier, typed, start), sep="\n")
+        measured += rows
+    if measured and (gone := not_measured(measured, earlier, typed)):
+        print("", *gone, sep="\n")
 
 
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
@@ -319,10 +330,9 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
         look_for_litgpt(litgpt)
     there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
     programs = ALONE if arguments.subject == "train" else there
-    for case in cases:  # each is kept when it is measured: all of them take long
-        measure_and_keep(
-            arguments, typed, lambda options, case=case: compare_trainers([case], programs, arguments.steps, options, litgpt)
-        )
+    # Each case is kept when it is measured: all of them take long.
+    each = [lambda options, case=case: compare_trainers([case], programs, arguments.steps, options, litgpt) for case in cases]
+    measure_and_keep(arguments, typed, *each)
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
@@ -338,20 +348,22 @@ def compare_products(arguments: argparse.Namespace, typed: str) -> None:
     torch.set_num_threads(arguments.threads)
     device, model, formats = arguments.device, arguments.model, arguments.formats
     squares, tokens = arguments.squares or SQUARES[device], arguments.tokens or TOKENS[device]
-    measure_and_keep(arguments, typed, lambda options: matmul(squares, model, tokens, formats, device, options))
+    measure_and_keep(arguments, typed, lambda options: matmul(squares, model, tokens, formats, device, options), device=device)
 
 
 def compare_collectives(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.collectives import SIZES, collectives
 
     sizes = arguments.sizes or SIZES
-    measure_and_keep(arguments, typed, lambda options: collectives(arguments.ranks, sizes, arguments.backend, options))
+    device = "cuda" if arguments.backend == "nccl" else "cpu"
+    measure_and_keep(arguments, typed, lambda options: collectives(arguments.ranks, sizes, arguments.backend, options), device=device)
 
 
 def compare_checkpoints(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.saving import saving
 
-    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, arguments.device, arguments.parts, options))
+    device = arguments.device
+    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, device, arguments.parts, options), device=device)
 
 
 def compare_formats(arguments: argparse.Namespace, typed: str) -> None:

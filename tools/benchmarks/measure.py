@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -22,24 +20,26 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from benchmarks.machine import commit_text, cpu_text
 
 from pretrain.errors import ConfigError, DataError, shown
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
 MILLION = 1e6
-_VERSIONS = ("numpy", "torch", "tokenizers", "tiktoken", "sentencepiece", "datasets", "transformers")
+_LATER = ("versions", "in_table")
+"""Fields of a row that files of earlier commits lack."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One number. `value`: the best turn; `median`: the middle one; `target`: the least value for "higher", the limit for
-    "lower". `baseline`: the same number for the comparison that `note` names, in the same turns.
+    "lower". `baseline`: the same number for the comparison that `note` names, in the same turns. `versions`: those of the process
+    that was measured, if the benchmark started another program. `in_table`: False if the note of another row shows it.
     """
 
     part: str
@@ -52,6 +52,8 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
     baseline: float | None = None
     note: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    in_table: bool = True
 
     @property
     def met(self) -> bool | None:
@@ -179,39 +181,6 @@ def end(family: list[psutil.Process]) -> None:
             one.kill()
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine that the numbers were measured on. `device`: cuda adds the GPU's name."""
-    versions = {name: importlib.metadata.version(name) for name in _VERSIONS if _is_installed(name)}
-    gpu = {}
-    if device == "cuda":
-        import torch
-
-        gpu = {"gpu": torch.cuda.get_device_name()}
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu_model(),
-        **gpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
 def resident_bytes() -> int:
     """Memory of this process that is in RAM."""
     return psutil.Process().memory_info().rss
@@ -228,28 +197,31 @@ def table(rows: Sequence[Row]) -> str:
         "| part | what | best | median | unit | clock | target | met | baseline | note |",
         "|---|---|---:|---:|---|---|---:|---|---:|---|",
     ]
-    for row in rows:
-        target = "" if row.target is None else f"{'≥' if row.better == 'higher' else '<'} {_number(row.target)}"
+    for row in (row for row in rows if row.in_table):
+        target = "" if row.target is None else f"{'≥' if row.better == 'higher' else '<'} {number(row.target)}"
         met = {None: "", True: "yes", False: "NO"}[row.met]
-        numbers = [_number(value) for value in (row.value, row.median, row.baseline)]
+        numbers = [number(value) for value in (row.value, row.median, row.baseline)]
         cells = [row.part, row.name, numbers[0], numbers[1], row.unit, row.clock, target, met, numbers[2], row.note]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A value as tables show it."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def heading(start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
-    """Lines above the table: command, machine, load before and after."""
-    versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    """Lines above the table: command, machine, load before and after, versions and commit."""
+    versions = [f"{name} {version}" for name, version in start["versions"].items()]
+    commit = [f"commit {name}"] if (name := commit_text(start)) else []
+    place = ", ".join([cpu_text(start), *([start["gpu"]] if "gpu" in start else []), f"{start['cores']} cores"])
     loads = [", ".join(map(str, when["load_average"])) for when in (start, end)]
     return (
-        f"{typed}\n{start['date']}; {start['cpu']}, {start['cores']} cores; load average {loads[0]} before, {loads[1]} after\n"
-        f"Python {start['python']}, {versions}"
+        f"{typed}\n{start['date']}; {place}; load average {loads[0]} before, {loads[1]} after\n"
+        f"{', '.join(['Python ' + start['python'], *versions, *commit])}"
     )
 
 
@@ -287,7 +259,7 @@ def _numbered_lines(path: Path, *fields: str) -> dict[int, dict[str, Any]]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What `as_lines` wrote. Raises DataError for anything else."""
-    lines = _numbered_lines(path, *(field.name for field in dataclasses.fields(Row)), "command", "machine")
+    lines = _numbered_lines(path, *(field.name for field in dataclasses.fields(Row) if field.name not in _LATER), "command", "machine")
     for number, line in lines.items():
         if reason := _damage(line):
             raise DataError(f"{path}: line {number} is no row that --json wrote: {reason}")
@@ -304,55 +276,10 @@ def _damage(row: dict[str, Any]) -> str | None:
     has_all = isinstance(machine, dict) and {"cpu", "cores"} <= machine.keys() and isinstance(machine.get("versions"), dict)
     if not has_all:
         return "machine lacks cpu, cores or versions"
+    if not isinstance(row.get("versions", {}), dict):
+        return f"versions is {shown(row['versions'])}, and no table"
     try:
         shlex.split(row["command"])
     except ValueError as error:
         return f"command is {shown(row['command'])} ({error})"
     return None
-
-
-def changes(rows: Sequence[Row], earlier: Sequence[dict[str, Any]], typed: str) -> list[str]:
-    """A line on each row, and what was not alike before: against the last time that this command measured it, or else any command.
-
-    `typed`: the command of now.
-    """
-    ours = _what(typed)
-    before = {(one["part"], one["name"]): one for one in sorted(earlier, key=lambda one: _what(one["command"]) == ours)}
-    return [_change(row, before.get((row.part, row.name)), typed) for row in rows]
-
-
-def _change(row: Row, before: dict[str, Any] | None, typed: str) -> str:
-    now = f"{row.part}: {row.name}: {_number(row.value)} {row.unit}"
-    if before is None:
-        return f"{now}, not measured before"
-    then = f"{now}, before {_number(before['value'])} {before['unit']}"
-    if before["unit"] != row.unit:
-        return f"{then}: not compared, because the units differ"
-    if before["clock"] != row.clock:
-        return f"{then}: not compared, because that is {before['clock']} time, and this {row.clock} time"
-    others = [
-        f"then {name}: {old}"
-        for name, old, new in (
-            ("command", _what(before["command"]), _what(typed)),
-            ("CPU", before["machine"]["cpu"], _cpu_model()),
-            ("cores", before["machine"]["cores"], len(os.sched_getaffinity(0))),
-            ("torch", before["machine"]["versions"].get("torch"), importlib.metadata.version("torch")),
-        )
-        if old != new
-    ]
-    gained = (row.value > before["value"]) == (row.better == "higher")
-    judged = "" if row.value == before["value"] else ", better" if gained else ", worse"
-    ratio = f"{row.value / before['value']:.3f} x" if before["value"] else "no ratio to 0"
-    return "; ".join([f"{then}: {ratio}{judged}", *others])
-
-
-def _what(typed: str) -> str:
-    """A command without the options that change neither what is measured nor how."""
-    words, without = iter(shlex.split(typed)), ("--json", "--compare", "--seconds")
-    kept = []
-    for word in words:
-        if word in without:
-            next(words, None)
-        elif word.partition("=")[0] not in without:
-            kept.append(word)
-    return shlex.join(kept)

@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, end, machine, read_lines, require, require_device, run_program
+from benchmarks.machine import machine
+from benchmarks.measure import TOOLS, Options, end, read_lines, require, require_device, run_program
 from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 

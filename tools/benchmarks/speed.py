@@ -72,6 +72,12 @@ class Speed:
     rank: int = 0
 
 
+def device_of(asked: Speed) -> str:
+    """Where it is measured: cpu or cuda. Raises LaunchError for a device that this host lacks."""
+    given = load_config(asked.config, list(asked.overrides))[0]
+    return distributed.choose_device(given, distributed.launched_ranks()[1]).type
+
+
 def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     """A row of this rank; of all ranks together but for the memory, which is this rank's."""
     _, local_rank, world_size = distributed.launched_ranks()

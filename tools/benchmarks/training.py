@@ -9,9 +9,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from benchmarks.corpora import byte_tokenizer, write_tokens
@@ -67,6 +68,8 @@ class Measured:
     """Seconds from the start of the program to the end of its first step."""
     peak_mib: float
     """The sum over all ranks."""
+    versions: dict[str, str]
+    """Of its own process, which may be of another environment."""
 
 
 def look_for_litgpt(python: str) -> None:
@@ -77,13 +80,13 @@ def look_for_litgpt(python: str) -> None:
     except OSError as error:
         raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
     if not found:
-        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt`")
+        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt==0.5.13`")
 
 
 def compare_trainers(
     cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options, litgpt: str | None = None
 ) -> list[Row]:
-    """CPU microseconds per token of each program, and beside them how that compares. `litgpt`: a Python that has it."""
+    """Of each program CPU microseconds per token, and how that compares; behind it what its note shows, as rows of their own. `litgpt`: a Python that has it."""
     write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
     np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(
         options.work / "tokens.bin"
@@ -134,21 +137,31 @@ def _turn(case: Case, name: str, steps: int, options: Options, python: str) -> M
         statistics.median(wall[0]) / tokens,
         ranks[0]["stamps"][0][1] - launched,
         sum(rank["peak_kib"] for rank in ranks) / 1024,
+        ranks[0]["versions"],
     )
 
 
 def _rows(case: Case, found: dict[str, list[Measured]]) -> list[Row]:
-    best = {name: min(turn.cpu for turn in turns) for name, turns in found.items()}
-    rows = []
-    for name, turns in found.items():
-        wall, peak = min(turn.wall for turn in turns), min(turn.peak_mib for turn in turns)
-        notes = [f"{1 / wall:,.0f} tokens/s, first step after {min(turn.first_step for turn in turns):.1f} s, {peak:,.0f} MiB"]
-        if name != "pretrain":
-            notes.append(f"takes {best[name] / best['pretrain']:.2f} x pretrain's time")
-        rows.append(
-            Row(
-                case.name, name, best[name] * 1e6, "µs/token", "cpu", statistics.median(turn.cpu for turn in turns) * 1e6, better="lower",
-                baseline=best["pretrain"] * 1e6, note="; ".join(notes),
-            )
+    def row(name: str, what: str, unit: str, clock: Literal["cpu", "wall", "-"], value: Callable[[Measured], float], **more: Any) -> Row:
+        values = {program: [value(turn) for turn in turns] for program, turns in found.items()}
+        return Row(
+            case.name, f"{name}{what}", min(values[name]), unit, clock, statistics.median(values[name]), better="lower",
+            baseline=min(values["pretrain"]), versions=found[name][0].versions, **more,
         )  # fmt: skip
+
+    rows = []
+    for name in found:
+        beside = [
+            row(name, ": wall time", "µs/token", "wall", lambda turn: turn.wall * 1e6, in_table=False),
+            row(name, ": first step", "s", "wall", lambda turn: turn.first_step, in_table=False),
+            row(name, ": peak memory", "MiB", "-", lambda turn: turn.peak_mib, in_table=False),
+        ]
+        wall, first, peak = (one.value for one in beside)
+        notes = [f"{1e6 / wall:,.0f} tokens/s, first step after {first:.1f} s, {peak:,.0f} MiB"]
+        cpu = row(name, "", "µs/token", "cpu", lambda turn: turn.cpu * 1e6)
+        if name != "pretrain":
+            notes.append(f"takes {cpu.value / cpu.baseline:.2f} x pretrain's time")
+        if name == IN_ANOTHER_ENVIRONMENT:
+            notes.append(", ".join(f"{package} {cpu.versions[package]}" for package in ("litgpt", "lightning", "torch") if package in cpu.versions))
+        rows += [dataclasses.replace(cpu, note="; ".join(notes)), *beside]
     return rows

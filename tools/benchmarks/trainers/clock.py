@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from benchmarks.trainers.versions import versions
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Task:
 
 
 class Clock:
-    """CPU and wall time after each step of this process, and its largest memory by then. `write` leaves them for the benchmark."""
+    """CPU and wall time after each step of this process, and its largest memory by then. `write` leaves them and its versions for the benchmark."""
 
     def __init__(self, result: str) -> None:
         self.path = Path(f"{result}-{os.environ.get('RANK', '0')}.json")
@@ -58,4 +60,5 @@ class Clock:
         self.peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def write(self, loss: float | None) -> None:
-        self.path.write_text(json.dumps({"stamps": self.stamps, "peak_kib": self.peak_kib, "loss": loss}))
+        known = {"Python": platform.python_version(), **versions()}
+        self.path.write_text(json.dumps({"stamps": self.stamps, "peak_kib": self.peak_kib, "loss": loss, "versions": known}))

@@ -222,7 +222,7 @@ def test_no_step_waits_for_the_device_or_does_more_than_it_must(pool, config_fil
         assert works[2:-1] == works[2:3] * 5
         if name:
             operators, new_bytes = WORK[name]
-            assert works[2]["operators"] == pytest.approx(operators, rel=0.006)  # 16 fewer under FSDP2 of torch 2.11
+            assert 0.975 * operators <= works[2]["operators"] <= 1.003 * operators  # 64 fewer under FSDP2 of torch 2.11
             assert works[2]["bytes"] == pytest.approx(new_bytes, rel=0.001)
         if name != "experts" and exchanges is not None:
             attention, mlp, head = 2 * 32 * (32 + 16), 3 * 32 * 64, 32 * 257

@@ -16,6 +16,7 @@ class Prometheus(Sink):
     """
 
     name = "Prometheus"
+    beside = True
 
     def __init__(self) -> None:
         self._server = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -14,6 +15,7 @@ from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.observe.logs import PASSING, Tolerated, finish_line
 from pretrain.observe.metrics import FIRST_EXPONENT, METRICS_FILE, StepRecord, duration, number_or_dash
+from pretrain.observe.writing_thread import WritingThread
 from pretrain.storage import append_line, plain
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ class Sink:
 
     name = ""
     """The sink in warnings; by default its class."""
+    beside = False
+    """Whether `write` is called in the thread that writes beside training (writing_thread.py), so that slow storage does not hold up a step."""
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         """Called before the first record. `directory`: the run's directory; `step`: the step that this start continues from.
@@ -59,9 +63,21 @@ def open_whole(sink: Sink, directory: Path, config: Config, step: int) -> None:
 
 
 class Sinks:
-    """All sinks of a run. `own` are this program's: only their OSErrors are tolerated, so that defects of ours are not hidden."""
+    """All sinks of a run. `own` are this program's: only their OSErrors are tolerated, so that defects of ours are not hidden.
 
-    def __init__(self, own: Sequence[Sink], yours: Sequence[Sink], directory: Path, config: Config, step: int) -> None:
+    `writer`: the thread for those that write `beside` training. It ends when the sinks are closed.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[Sink],
+        yours: Sequence[Sink],
+        directory: Path,
+        config: Config,
+        step: int,
+        writer: WritingThread | None = None,
+    ) -> None:
+        self._writer = writer
         self._sinks: list[tuple[Sink, Tolerated]] = []
         self._opened: set[int] = set()
         self._start = directory, config, step
@@ -80,11 +96,24 @@ class Sinks:
 
     def write(self, record: StepRecord) -> None:
         """Give every sink a record. A sink that could not be opened is opened again first."""
-        for sink, tolerated in self._sinks:
+        if self._writer is not None:
+            kept = copy.deepcopy(record)  # a callback or a sink may change what it is given
+            self._writer.put(lambda: self._give([pair for pair in self._sinks if pair[0].beside], kept))
+        self._give([pair for pair in self._sinks if self._writer is None or not pair[0].beside], record)
+
+    def _give(self, sinks: list[tuple[Sink, Tolerated]], record: StepRecord) -> None:
+        for sink, tolerated in sinks:
             tolerated.attempt(lambda sink=sink: (self._open(sink), sink.write(record)))
 
     def close(self, failed: bool = False) -> None:
         """Close every sink that was opened, and warn of records that were lost until the end. `failed`: the run ends by an error."""
+        try:
+            if self._writer is not None:
+                self._writer.close(failed)
+        finally:
+            self._close_all(failed)
+
+    def _close_all(self, failed: bool) -> None:
         for sink, tolerated in self._sinks:
             sink.failed = failed
             try:
@@ -98,6 +127,8 @@ class Sinks:
 class JsonLines(Sink):
     """metrics.jsonl: one JSON object per record. Numbers that are not finite are null."""
 
+    beside = True
+
     def open(self, directory: Path, config: Config, step: int) -> None:
         self.path = directory / METRICS_FILE
 
@@ -107,6 +138,8 @@ class JsonLines(Sink):
 
 class TensorBoard(Sink):
     """TensorBoard: a curve per number, samples as text, sizes of gradients as histograms, and of each start the configuration and its hyperparameters."""
+
+    beside = True
 
     def __init__(self) -> None:
         self._board, self._thread_hook = None, threading.excepthook

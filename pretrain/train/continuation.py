@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,13 +152,14 @@ class Continuation:
             with self.ranks.part("removal of older checkpoints", storage=True):
                 self._removal.join()
 
-    def finish_save(self) -> int | None:
+    def finish_save(self, before: Callable[[], None] = lambda: None) -> int | None:
         """Make the checkpoint that was begun visible, on all ranks together. Return its step, or None if none was begun.
 
-        Older checkpoints that are no longer kept are removed.
+        `before` is called before that. Older checkpoints that are no longer kept are removed.
         """
         if self._saving is None:
             return None
+        before()
         saving, self._saving, step = self._saving, None, self._saved_step
         with self._explained(step):
             manifest = saving.finish()

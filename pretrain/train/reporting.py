@@ -17,6 +17,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
+from pretrain.observe.writing_thread import WritingThread
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.callbacks import Callbacks, RunHandle
 from pretrain.train.continuation import Continuation, Progress
@@ -47,6 +48,8 @@ class Reporting:
     ) -> None:
         self.plan, self.config, self.ranks, self.directory, self.extensions = plan, plan.config, ranks, directory, extensions
         self.mesh, self.strategy, self.evaluation, self.measurements = mesh, strategy, evaluation, measurements
+        self.writer = WritingThread(lambda: ranks.part("log lines that are still to be written", storage=True))
+        """Idle on all ranks but the main one."""
         self.communication: dict[int, float] = {}
         """By step of `log.profile`, the share of communication in it."""
 
@@ -55,15 +58,18 @@ class Reporting:
         path, step, is_main, config = self.directory.path, progress.step, self.ranks.is_main, self._with_names()
         self.sinks = None
         if is_main:
-            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, config, step)
+            self.directory.writer = self.writer
+            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, config, step, self.writer)
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
             if continuation.origin.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
+                self.writer.drain()  # it is read below
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
         tokenizer, came_through = self.plan.data.tokenizer_path, continuation.came_through
         self.run = RunHandle(config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
+        stack.push(lambda kind, error, trace: self.writer.close(failed=kind is not None))
 
     def _with_names(self) -> Config:
         """The configuration in which validation sources have the names that records give them."""

@@ -6,12 +6,14 @@ only observe: if status.json, ranks.json, metrics.jsonl, TensorBoard or a log fa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import json
 import logging
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,14 @@ from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE, read_lines
+from pretrain.observe.writing_thread import WritingThread
 from pretrain.storage import append_line, exists, make_directory, real, replace_text
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
 log = logging.getLogger(__name__)
 
+_WRITER_SECONDS = 5.0
+"""How long the status of a failed run waits for log lines, where the run could not wait for them: the monitor gives it 10 s (`Monitor._end`)."""
 _LONGEST_NAME = 255  # bytes, of a file or folder, on every common file system
 
 
@@ -73,6 +78,11 @@ class RunDirectory:
         self._recorded: tuple[dict[str, Any], str, dict[str, Any]] | None = None
         self._started, self._begun, self._spent_before = utc_now(), time.monotonic(), 0.0
         self._status_lines = Tolerated(str(path / "status.json"))
+        self._statuses: collections.deque[tuple[str, bool]] = collections.deque()
+        """What status.json is to say, oldest first, and whether it has to be durable."""
+        self._status_lock = threading.Lock()
+        self.writer: WritingThread | None = None
+        """The thread for what only observes, while the run trains."""
         self._lock = RunLock(path, lock)
 
     def claim(self) -> None:
@@ -194,7 +204,8 @@ class RunDirectory:
     def write_status(self, state: str, step: int, reason: str | None = None) -> None:
         """status.json: running, finished, preempted, stopped or failed. A failure to write it is a warning.
 
-        While the run is `running`, `updated` is its sign of life.
+        While the run is `running`, `updated` is its sign of life, which the `writer` writes. The end of a run is written at once, after the log
+        lines that wait.
         """
         status = {
             "state": state,
@@ -207,10 +218,25 @@ class RunDirectory:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        durable = state != "running"
-        self._status_lines.attempt(lambda: replace_text(self.path / "status.json", json.dumps(status) + "\n", durable))
-        if durable:
-            self._status_lines.close()
+        self._statuses.append((json.dumps(status) + "\n", state != "running"))
+        if self.writer is not None and state == "running":
+            self.writer.put(self._write_newest_status)
+            return
+        if self.writer is not None:
+            self.writer.wait(_WRITER_SECONDS)
+        self._write_newest_status()
+
+    def _write_newest_status(self) -> None:
+        """Write the newest status, unless it is written already: an older one never takes its place."""
+        with self._status_lock:
+            text = None
+            while self._statuses:
+                text, durable = self._statuses.popleft()
+            if text is None:
+                return
+            self._status_lines.attempt(lambda: replace_text(self.path / "status.json", text, durable))
+            if durable:
+                self._status_lines.close()
 
 
 def utc_now() -> str:

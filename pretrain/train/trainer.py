@@ -223,6 +223,7 @@ class Trainer:
                 found = export.finish(lambda: stop.reason is not None) if export else None
                 self.ranks.agree("end of the export check", found, CheckpointError)
             if self.extensions.callbacks:
+                self.reporting.writer.drain()
                 self.reporting.callbacks.close()
                 problem = self.reporting.callbacks.problem
                 self.ranks.agree("end of the callbacks", problem and str(problem), TrainingError)
@@ -334,7 +335,8 @@ class Trainer:
 
     def _finish_save(self) -> None:
         """Wait for the save that was begun, if there is one, and tell the callbacks."""
-        step = self.continuation.finish_save()
+        # A start from the checkpoint makes up for the line of its step alone, so those before it are written first.
+        step = self.continuation.finish_save(before=self.reporting.writer.drain)
         if step is not None and self.ranks.is_main:
             with self.ranks.part("callbacks after a save", storage=True):
                 self.reporting.callbacks.on_save(step, self.continuation.last)

@@ -343,9 +343,10 @@ class LatentAttention(Scored):
             self.query_up = Linear(latent.query_rank, width)
         else:
             self.query = Linear(dim, width)
-        self.kv_down = Linear(dim, latent.kv_rank + latent.rope_dim)
+        self.kv_down = Linear(dim, latent.kv_rank + latent.rope_dim, fused_rows=(latent.kv_rank, latent.rope_dim))
         self.kv_norm = RMSNorm(latent.kv_rank, latent.norm_eps)
-        self.kv_up = Linear(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim))
+        rows = latent.plain_dim, latent.value_dim  # of each head
+        self.kv_up = Linear(latent.kv_rank, heads * sum(rows), fused_rows=rows)
         self.output = Linear(heads * latent.value_dim, dim)
         self.compressed = latent.query_rank > 0
 

@@ -57,13 +57,17 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A projection that computes in the format of its input. `product` is `project`, unless parallel/ sets another."""
+    """A projection that computes in the format of its input. `product` is `project`, unless parallel/ sets another.
+
+    `fused_rows`: where the weight holds several projections, the rows of each, in an order that repeats (for every head). Empty: it is one.
+    """
 
     casts = ("weight",)
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(project)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, fused_rows: tuple[int, ...] = ()) -> None:
         super().__init__(in_features, out_features, bias=bias)
+        self.fused_rows = fused_rows
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, at_hand(self), self.bias)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import resource
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,19 +57,8 @@ def profiled(what: Recorded) -> Iterator[None]:
     A GPU is waited for before and after, so that the profile has this step alone.
     """
     on_gpu = what.device.type == "cuda"
-    gradients: dict[int, dict[int, int]] = defaultdict(dict)
-    """Address of a storage -> a weight -> bytes of its gradient there. Micro-steps of DDP that are not synchronised add up outside of the buckets."""
-
-    def note(weight: Tensor) -> None:
-        gradient = local(weight.grad)
-        gradients[gradient.untyped_storage().data_ptr()][id(weight)] = gradient.nbytes
-
-    def note_all(optimizer: Optimizer, *_: object) -> None:
-        for weight in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            note(weight)
-
-    counting = [w.register_post_accumulate_grad_hook(note) for w in what.weights if w.requires_grad]
-    counting.append(register_optimizer_step_pre_hook(note_all))
+    gradients: dict[int, int] = {}
+    counting = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.update(_gradients_of(optimizer)))
     weights, state = _bytes(what.weights, what.device), _bytes([*_state_of(what.optimizers), *what.means], what.device)
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])], profile_memory=True)
     _wait(what.device)
@@ -83,11 +71,9 @@ def profiled(what: Recorded) -> Iterator[None]:
             _wait(what.device)
     finally:
         profiler.stop()
-        for hook in counting:
-            hook.remove()
+        counting.remove()
     peak = torch.cuda.max_memory_allocated(what.device) if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sizes = {address: sum(parts.values()) for address, parts in gradients.items()}
-    _write(what, profiler, Held(weights, state, sizes, peak, on_gpu))
+    _write(what, profiler, Held(weights, state, gradients, peak, on_gpu))
 
 
 def _write(what: Recorded, profiler: profile, held: Held) -> None:
@@ -124,3 +110,13 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 def _state_of(optimizers: list[Optimizer]) -> list[Tensor]:
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return [value for value in states if isinstance(value, Tensor)]
+
+
+def _gradients_of(optimizer: Optimizer) -> dict[int, int]:
+    """Address of a storage -> bytes of the gradients in it."""
+    found: dict[int, int] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        gradient = local(parameter.grad)
+        address = gradient.untyped_storage().data_ptr()
+        found[address] = found.get(address, 0) + gradient.nbytes
+    return found

@@ -16,7 +16,7 @@ class Held:
     weights: int
     state: int
     gradients: dict[int, int]
-    """Those of the step and of its micro-steps, by the address of their storage."""
+    """Those of the step, by the address of their storage."""
     peak: int
     on_gpu: bool
 
@@ -61,14 +61,12 @@ def _memory(events: Iterable[Event], start: float, end: float, held: Held) -> di
         more += change["Bytes"]
         if more > most:
             most, at = more, index
-    begun, alive = {change["Addr"] for change in inside if change["Bytes"] > 0}, {}
-    for change in inside[: at + 1]:
+    born: dict[int, int] = {}
+    for index, change in enumerate(inside):
         if change["Bytes"] > 0:
-            alive[change["Addr"]] = change["Bytes"]
-        else:
-            alive.pop(change["Addr"], None)
-    made = sum(min(size, alive.get(address, 0)) for address, size in held.gradients.items())
-    kept = sum(size for address, size in held.gradients.items() if address not in begun)  # as in the buckets of DDP
+            born[change["Addr"]] = index
+    made = sum(size for address, size in held.gradients.items() if -1 < born.get(address, -1) <= at)
+    kept = sum(size for address, size in held.gradients.items() if address not in born)  # as in the buckets of DDP
     rest = held.peak - held.weights - held.state - kept - most
     return {
         "weights": held.weights,

@@ -96,7 +96,12 @@ class OptimizerSet:
         self.optimizers = [
             registered(_OPTIMIZERS, name, "_OPTIMIZERS of pretrain/optim/optimizer.py")(
                 [
-                    {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
+                    {
+                        "params": members,
+                        "weight_decay": rule.weight_decay,
+                        "rate_scale": rule.rate_scale,
+                        "fused_rows": rule.fused_rows,
+                    }
                     for rule, members in own.items()
                 ],
                 Setting(config, compute, replicas, formats),

@@ -14,7 +14,7 @@ from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
-from pretrain.models.layers import Embedding
+from pretrain.models.layers import Embedding, Linear
 from pretrain.models.width import Kind, kind_of
 
 T = TypeVar("T")
@@ -37,6 +37,8 @@ class Rule:
     rate_scale: float
     """The factor from the schedule's learning rate to this rule's."""
     weight_decay: float
+    fused_rows: tuple[int, ...] = ()
+    """For Muon: the rows of each projection that a matrix fuses (`Linear.fused_rows`)."""
 
 
 def registered(table: dict[str, Callable[..., T]], name: str, where: str) -> Callable[..., T]:
@@ -85,7 +87,8 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
     """The rule of each parameter that is trained, by name. Of `optim.groups`, the first whose pattern matches a name holds for it."""
     matrices = orthogonalized(model) if config.name == "muon" else set()
     share = 1.0 if config.base_width is None else config.base_width / model.config.dim
-    dimensions = {name: p.dim() for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    fused = {id(module.weight): module.fused_rows for module in model.modules() if isinstance(module, Linear)}
     trained, found = decayed(model), {}
     group_of = {name: group for group, own in zip(config.groups, _members(trained, config)) for name in own}
     for name, decays in trained.items():
@@ -94,8 +97,9 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
         decay = config.weight_decay if decays else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        own = 1.0 if kind_of(name, dimensions[name]) is Kind.INPUT else share
-        found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own)
+        own = 1.0 if kind_of(name, parameters[name].dim()) is Kind.INPUT else share
+        rows = fused.get(id(parameters[name]), ()) if optimizer == "muon" else ()
+        found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own, rows)
     return found
 
 

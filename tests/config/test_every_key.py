@@ -223,6 +223,7 @@ def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
             getattr(own, "momentum", None),
             getattr(own, "polynomials", None),
             getattr(own, "betas", None),
+            getattr(own, "eps", None),
             getattr(own, "options", None),
         )
         + ({name: value for name, value in group.items() if name != "params"},)

@@ -17,6 +17,7 @@ from pretrain.config.load import load_config
 EXPERTS = "model.experts={count: 6, active: 2, ffn_dim: 24, shared: 1, scoring: sigmoid, dense_layers: [0]}"
 MODEL = ("model.family=custom", "model.vocab_size=264", "model.layers=3", "model.kv_heads=2", "model.attention.bias=[query, output]", EXPERTS, "optim.clip=0.5", "optim.weight_decay=0.2")
 GROUPS = "optim.groups=[{pattern: '*norm*', weight_decay: 0.3}, {pattern: 'layers.*.attention.*', lr_scale: 3.0}, {pattern: 'embedding.*', lr_scale: 0}]"
+LATENT = {"kv_rank": 12, "query_rank": 10, "rope_dim": 4, "plain_dim": 6, "value_dim": 8}
 FSDP = "parallel.strategy=fsdp"
 LAYOUTS = {
     "single": (1,),
@@ -54,21 +55,33 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def projections(name: str, matrix: Tensor) -> list[int | slice | list[int]]:
+    """Where each projection of a matrix lies: an expert of a stack; in latent attention, the latent and the turned key, keys and values of all heads."""
+    if matrix.dim() == 3:
+        return list(range(len(matrix)))
+    if name.endswith("kv_down.weight"):
+        return [list(range(LATENT["kv_rank"])), list(range(LATENT["kv_rank"], len(matrix)))]
+    if name.endswith("kv_up.weight"):
+        of_head, keys = LATENT["plain_dim"] + LATENT["value_dim"], LATENT["plain_dim"]
+        return [[row for row in range(len(matrix)) if (row % of_head < keys) == is_key] for is_key in (True, False)]
+    return [slice(None)]
+
+
 class Reference:
     """Plain tensors of one process, updated by the optimizers of torch, or of their authors, in fp64."""
 
     def __init__(self, parameters: dict[str, Tensor], optimizer: str) -> None:
         self.parameters = {name: torch.nn.Parameter(p.double()) for name, p in parameters.items()}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.slices: dict[str, list[torch.nn.Parameter]] = {}
+        self.slices: dict[str, list[tuple[int | slice | list[int], torch.nn.Parameter]]] = {}
         self.means: dict[str, Tensor] = {}
         self.optimizer, self.scales = optimizer, {}
         for name, p in self.parameters.items():
             decay = 0.3 if "norm" in name else 0.0 if p.dim() == 1 or name.endswith("bias") or name.startswith("embedding") else 0.2
-            self.scales[name] = (0.0 if name.startswith("embedding") else 3.0 if ".attention." in name else 1.0), decay
+            self.scales[name] = (0.0 if name.startswith("embedding") else 3.0 if ".attention." in name and "norm" not in name else 1.0), decay
             if optimizer == "muon" and name.startswith("layers.") and p.dim() > 1 and not name.endswith("bias"):
-                self.slices[name] = [torch.nn.Parameter(m.clone()) for m in (p.detach() if p.dim() == 3 else [p.detach()])]
-                new = torch.optim.Muon(self.slices[name], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+                self.slices[name] = [(rows, torch.nn.Parameter(p.detach()[rows].clone())) for rows in projections(name, p)]
+                new = torch.optim.Muon([part for _, part in self.slices[name]], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             elif optimizer == "lion":
                 continue
             elif optimizer == "adafactor":
@@ -84,8 +97,8 @@ class Reference:
     def step(self, rate: float, gradients: dict[str, Tensor]) -> None:
         for name, gradient in gradients.items():
             self.parameters[name].grad = gradient.double()
-            for number, part in enumerate(self.slices.get(name, [])):
-                part.grad = gradient[number].double() if gradient.dim() == 3 else gradient.double()
+            for rows, part in self.slices.get(name, []):
+                part.grad = gradient[rows].double()
             scale, decay = self.scales[name]
             if self.optimizer == "lion":  # algorithm 2 of the paper
                 p, mean = self.parameters[name].data, self.means.get(name, 0)
@@ -97,8 +110,8 @@ class Reference:
                     group["lr"] = rate * self.scales[optimizer.name][0]
                 optimizer.step()
         for name, parts in self.slices.items():
-            stacked = torch.stack([p.detach() for p in parts])
-            self.parameters[name].data = stacked if self.parameters[name].dim() == 3 else stacked[0]
+            for rows, part in parts:
+                self.parameters[name].data[rows] = part.detach()
 
 
 def differences(optimizer: str, config_file: str, *overrides: str) -> dict[str, float]:
@@ -149,6 +162,18 @@ def test_a_step_is_that_of_one_process(pool, config_file, case):
     world_size, *options = LAYOUTS[layout]
     for found in pool.launch(world_size, differences, optimizer, str(config_file), *MODEL, *OPTIMIZERS[optimizer], GROUPS, *options):
         assert found and max(found.values()) <= 2e-5, sorted(found.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("layout", some_slow(["single", "fsdp 2", "tensor 2", "hsdp 2x2"], ["single", "hsdp 2x2"]))
+def test_muon_takes_the_projections_of_latent_attention_apart(pool, config_file, layout):
+    """Keys got a nineteenth of the update of values, with which they share a matrix."""
+    sizes = ", ".join(f"{key}: {size}" for key, size in LATENT.items())
+    latent = f"model={{family: deepseek_v3, vocab_size: 264, layers: 2, kv_heads: null, latent: {{{sizes}}}}}"
+    experts = "model.experts={count: 4, active: 2, ffn_dim: 24, groups: 2, active_groups: 1, dense_layers: [0]}"
+    world_size, *options = LAYOUTS[layout]
+    for found in pool.launch(world_size, differences, "muon", str(config_file), latent, experts, "optim.clip=0.5", "optim.weight_decay=0.2", *OPTIMIZERS["muon"], GROUPS, *options):
+        assert {"layers.1.attention.kv_up.weight", "layers.1.attention.kv_down.weight"} <= found.keys()
+        assert max(found.values()) <= 2e-5, sorted(found.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.parametrize("optimizer", some_slow(["lion", "muon", "adafactor", "schedule_free_adamw"], ["lion", "muon"]))

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
-from functools import partial
+from collections.abc import Generator, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -77,16 +76,13 @@ def orthogonalize(x_KMN: Tensor, polynomials: list[tuple[float, float, float]], 
     return (x.mT if is_tall else x).to(x_KMN.dtype)
 
 
-def updates(
-    x_KMN: Tensor, fused_rows: tuple[int, ...], polynomials: list[tuple[float, float, float]], dtype: torch.dtype
-) -> Tensor:
-    """What a rate of 1 takes from matrices: each projection in them is orthogonalized apart, and scaled to 0.2 per element by its own shape.
-
-    `fused_rows`: see `Linear`. The rows of a projection are taken from all heads together.
+def updates(x_KMN: Tensor, rows: tuple[int, ...], polynomials: list[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
+    """What a step at rate 1 takes from matrices. Each projection in them is orthogonalized apart, and scaled by its own shape to the size
+    of AdamW's update, 0.2 per element. `rows`: `fused_rows` of `Linear`; a projection has the rows of all heads.
     """
-    if not fused_rows:
+    if not rows:
         return orthogonalize(x_KMN, polynomials, dtype).mul_(0.2 * max(x_KMN.shape[1:]) ** 0.5)
-    parts_KHRN = x_KMN.unflatten(1, (-1, sum(fused_rows))).split(fused_rows, dim=2)
+    parts_KHRN = x_KMN.unflatten(1, (-1, sum(rows))).split(rows, dim=2)
     made = [updates(part.flatten(1, 2), (), polynomials, dtype).view_as(part) for part in parts_KHRN]
     return torch.cat(made, dim=2).flatten(1, 2)
 
@@ -97,7 +93,7 @@ def _at_once(shape: torch.Size) -> int:
 
 
 class Muon(GuardedOptimizer):
-    """Updates matrices [M, N], and stacked ones of experts [E, M, N], each for itself. A group's `fused_rows` are those of its matrices.
+    """Updates matrices [M, N], and stacked ones of experts [E, M, N], each for itself. A group may have `fused_rows`, of each of its matrices.
 
     An update has the size of AdamW's, 0.2 per element, so that both take the same rate and decay. `replicas`: the ranks that hold equal
     copies of plain tensors; each makes a part of the matrices. `dtype`: of the products.
@@ -138,7 +134,7 @@ class Muon(GuardedOptimizer):
                 most = 1 if len(shape) == 3 else _at_once(shape) * (1 if mesh is None else mesh.size())
                 remaining = iter(members)
                 while batch := list(islice(remaining, most)):
-                    yield self._update(batch, group)
+                    yield self._update(batch, group["lr"], group["weight_decay"], group.get("fused_rows", ()))
 
     def _spread(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
         """Over which ranks a parameter lies, and how."""
@@ -146,22 +142,18 @@ class Muon(GuardedOptimizer):
             return parameter.device_mesh, parameter.placements
         return self.replicas, (Replicate(),) if self.replicas else ()
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator[None]:
-        """Update parameters of a group that have one shape and are spread alike."""
-        rate, decay = group["lr"], group["weight_decay"]
-        compute = partial(updates, fused_rows=group.get("fused_rows", ()), polynomials=self.polynomials, dtype=self.dtype)
+    def _update(self, parameters: list[Tensor], rate: float, decay: float, rows: tuple[int, ...]) -> Iterator[None]:
+        """Update parameters of one shape that are spread alike."""
         stored = [(local(p), local(self.state_of(p)[0])) for p in parameters]
         following = [widened(mean).lerp(widened(local(p.grad)), 1 - self.momentum) for p, (_, mean) in zip(parameters, stored)]
         nesterov = [widened(local(p.grad)).lerp(mean, self.momentum) for p, mean in zip(parameters, following)]
-        directions = yield from self._directions(nesterov, parameters[0], compute)
+        directions = yield from self._directions(nesterov, parameters[0], rows)
         for parameter, tensors, direction, mean in zip(parameters, stored, directions, following):
             updated = (widened(tensors[0]) * (1 - rate * decay)).add_(direction, alpha=-rate)
             self.write(parameter, tensors, (updated, mean))
 
-    def _directions(
-        self, parts: list[Tensor], like: Tensor, compute: Callable[[Tensor], Tensor]
-    ) -> Generator[None, None, list[Tensor]]:
-        """This rank's parts of what is computed from the matrices. `parts`: of the matrices, which are spread as `like` is; they are used up."""
+    def _directions(self, parts: list[Tensor], like: Tensor, rows: tuple[int, ...]) -> Generator[None, None, list[Tensor]]:
+        """This rank's parts of the matrices' `updates`. `parts`: of the matrices, which are spread as `like` is; they are used up."""
         (mesh, placements), stacked = self._spread(like), like.dim() == 3
         device, batch = parts[0].device, parts[0] if stacked else torch.stack(parts)
         shape = like.shape if stacked else torch.Size((len(parts), *like.shape))
@@ -170,66 +162,60 @@ class Muon(GuardedOptimizer):
             batch = batch.to(mesh.device_type)  # with offload, the parts are on the host
             if not stacked:
                 placements = tuple(_beside_a_batch(placement) for placement in placements)
-            batch = yield from _whole_ones(batch, shape, mesh, placements, compute)
+            batch = yield from self._whole_ones(batch, shape, mesh, placements, rows)
         else:
-            batch = compute(batch)
+            batch = updates(batch, rows, self.polynomials, self.dtype)
         batch = batch.to(device)
         return [batch] if stacked else list(batch.unbind())
 
-
-def _whole_ones(
-    part: Tensor,
-    shape: torch.Size,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    compute: Callable[[Tensor], Tensor],
-) -> Generator[None, None, Tensor]:
-    """What is computed from the whole matrices of a batch that ranks share; this rank's part of it."""
-    # Ranks that hold other matrices of the batch have nothing to give each other. A strided shard is no `Shard` for torch's `is_shard`.
-    axes = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) != 0]
-    copies = [axis for axis in axes if isinstance(placements[axis], Replicate)]
-    # Dealt out, they are padded to as many for every rank. Of a few, 1,024 ranks with copies would hold 10 GB of zeros each.
-    are_few = bool(copies) and 2 * len(part) <= math.prod(mesh.size(axis) for axis in axes)
-    if are_few:
-        axes = [axis for axis in axes if axis not in copies]
-    count = len(part)
-    if axes:
-        inner, placements = _on_axes(mesh, placements, axes)
-        # With as many for every rank, torch's exchange is right on several axes at once as well.
-        missing, dealt = -count % inner.size(), [Shard(0)] * inner.ndim
-        shape = torch.Size((count + missing, *shape[1:]))
-        arrival = begin_exchange(torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing)), inner, shape, placements, dealt)
-        yield
-        part = arrival()
-    if are_few:
-        part = yield from _among_copies(part, mesh, copies, compute)
-    else:
-        part = compute(part)
-    if axes:
-        arrival = begin_exchange(part, inner, shape, dealt, placements)
-        if not are_few:  # else it has stopped twice
+    def _whole_ones(
+        self, part: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rows: tuple[int, ...]
+    ) -> Generator[None, None, Tensor]:
+        """`updates` of a batch that ranks share; its part of the result on this rank."""
+        # Ranks that hold other matrices of the batch have nothing to give each other. A strided shard is no `Shard` for torch's `is_shard`.
+        axes = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) != 0]
+        copies = [axis for axis in axes if isinstance(placements[axis], Replicate)]
+        # Dealt out, they are padded to as many for every rank. Of a few, 1,024 ranks with copies would hold 10 GB of zeros each.
+        are_few = bool(copies) and 2 * len(part) <= math.prod(mesh.size(axis) for axis in axes)
+        if are_few:
+            axes = [axis for axis in axes if axis not in copies]
+        count = len(part)
+        if axes:
+            inner, placements = _on_axes(mesh, placements, axes)
+            # With as many for every rank, torch's exchange is right on several axes at once as well.
+            missing, dealt = -count % inner.size(), [Shard(0)] * inner.ndim
+            shape = torch.Size((count + missing, *shape[1:]))
+            arrival = begin_exchange(torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing)), inner, shape, placements, dealt)
             yield
-        part = arrival()
-    return part[:count]
+            part = arrival()
+        if are_few:
+            part = yield from self._among_copies(part, mesh, copies, rows)
+        else:
+            part = updates(part, rows, self.polynomials, self.dtype)
+        if axes:
+            arrival = begin_exchange(part, inner, shape, dealt, placements)
+            if not are_few:  # else it has stopped twice
+                yield
+            part = arrival()
+        return part[:count]
 
-
-def _among_copies(
-    whole: Tensor, mesh: DeviceMesh, axes: list[int], compute: Callable[[Tensor], Tensor]
-) -> Generator[None, None, Tensor]:
-    """What is computed from matrices that the ranks of these axes all have. Each makes some of them, and they add up the parts."""
-    place, places = 0, 1
-    for axis in axes:
-        place, places = place * mesh.size(axis) + mesh.get_local_rank(axis), places * mesh.size(axis)
-    made, mine = torch.zeros_like(whole), slice(place, None, places)
-    if len(whole[mine]):
-        made[mine] = compute(whole[mine])
-    first, *others = (mesh.get_group(axis) for axis in axes)
-    work = dist.all_reduce(made, group=first, async_op=True)
-    yield
-    work.wait()
-    for group in others:
-        dist.all_reduce(made, group=group)
-    return made
+    def _among_copies(
+        self, whole: Tensor, mesh: DeviceMesh, axes: list[int], rows: tuple[int, ...]
+    ) -> Generator[None, None, Tensor]:
+        """`updates` of matrices that the ranks of these axes all have. Each makes some of them, and they add up the parts."""
+        place, places = 0, 1
+        for axis in axes:
+            place, places = place * mesh.size(axis) + mesh.get_local_rank(axis), places * mesh.size(axis)
+        made, mine = torch.zeros_like(whole), slice(place, None, places)
+        if len(whole[mine]):
+            made[mine] = updates(whole[mine], rows, self.polynomials, self.dtype)
+        first, *others = (mesh.get_group(axis) for axis in axes)
+        work = dist.all_reduce(made, group=first, async_op=True)
+        yield
+        work.wait()
+        for group in others:
+            dist.all_reduce(made, group=group)
+        return made
 
 
 def _on_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], axes: list[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretrain.config.attention_schema import Latent
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.optim_schema import MuonOptions, Optim, ParameterGroup
 from pretrain.errors import ConfigError
@@ -68,6 +70,44 @@ def test_a_matrix_of_zeros_stays_one():
     x[1] = torch.randn(3, 4)
     found = orthogonalize(x, coefficients(MuonOptions()), torch.float32)
     assert not found[0].any() and found[1].isfinite().all() and found[1].any()
+
+
+# ---- projections that one matrix fuses --------------------------------------------------------------------------------------
+
+LATENT = {"family": "custom", "latent": Latent(kv_rank=12, query_rank=16, rope_dim=4, plain_dim=4, value_dim=12)}
+
+
+def test_keys_of_latent_attention_move_as_much_as_values_however_small_their_gradients_are():
+    """One step of torch's Muon on each projection, from gradients of very different sizes."""
+    model = network(**LATENT).double()
+    parameters = dict(model.named_parameters())
+    up, down = (parameters[f"layers.0.attention.{name}.weight"] for name in ("kv_up", "kv_down"))
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=draw, dtype=p.dtype)
+    is_key, is_latent = torch.tensor(2 * (4 * [True] + 12 * [False])), torch.tensor(12 * [True] + 4 * [False])  # two heads
+    up.grad[is_key] *= 1e-3
+    down.grad[is_latent] *= 1e-3
+    before, parts = up.detach().clone(), []
+    for p, rows in ((up, is_key), (up, ~is_key), (down, is_latent), (down, ~is_latent)):
+        part = torch.nn.Parameter(p.detach()[rows])
+        part.grad = p.grad[rows]
+        parts.append((p, rows, part))
+    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # torch's Muon computes in bf16
+        torch.optim.Muon([part for *_, part in parts], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    config = Optim(name="muon", weight_decay=0.1, muon=MuonOptions(polynomial="quintic"))
+    OptimizerSet([model], config, compute=torch.float64).step(0.1)
+    for p, rows, part in parts:
+        torch.testing.assert_close(p[rows], part, atol=1e-9, rtol=0)
+    keys, values = ((up.detach() - before)[rows].square().mean().sqrt() for rows in (is_key, ~is_key))
+    assert 0.5 < float(keys / values) < 2
+
+
+def test_only_muon_is_told_of_fused_rows():
+    found = rules(network(**LATENT), Optim(name="muon"))
+    fused = {name.partition("attention.")[2]: rule.fused_rows for name, rule in found.items() if rule.fused_rows}
+    assert fused == {"kv_up.weight": (4, 12), "kv_down.weight": (12, 4)}
+    assert not any(rule.fused_rows for rule in rules(network(**LATENT), Optim()).values())
 
 
 # ---- which parameters, at which rate ------------------------------------------------------------------------------------------

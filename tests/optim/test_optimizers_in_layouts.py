@@ -17,7 +17,6 @@ from pretrain.config.load import load_config
 EXPERTS = "model.experts={count: 6, active: 2, ffn_dim: 24, shared: 1, scoring: sigmoid, dense_layers: [0]}"
 MODEL = ("model.family=custom", "model.vocab_size=264", "model.layers=3", "model.kv_heads=2", "model.attention.bias=[query, output]", EXPERTS, "optim.clip=0.5", "optim.weight_decay=0.2")
 GROUPS = "optim.groups=[{pattern: '*norm*', weight_decay: 0.3}, {pattern: 'layers.*.attention.*', lr_scale: 3.0}, {pattern: 'embedding.*', lr_scale: 0}]"
-LATENT = {"kv_rank": 12, "query_rank": 10, "rope_dim": 4, "plain_dim": 6, "value_dim": 8}
 FSDP = "parallel.strategy=fsdp"
 LAYOUTS = {
     "single": (1,),
@@ -42,6 +41,11 @@ LAYOUTS = {
     "fsdp 4, expert 2, 8 experts": (4, FSDP, "parallel.expert=2", "model.experts.count=8"),
     "fsdp 4, expert 2, 12 experts": (4, FSDP, "parallel.expert=2", "model.experts.count=12"),
 }
+# The parts of its fused matrices have shapes of their own: of `kv_up`, keys [4 x 4, 12] and values [4 x 12, 12].
+LATENT = ("model.family=deepseek_v3", "model.vocab_size=264", "model.layers=2", "model.heads=4", "model.kv_heads=null", "optim.clip=0.5", "optim.weight_decay=0.2",
+          "model.latent={kv_rank: 12, query_rank: 16, rope_dim: 4, plain_dim: 4, value_dim: 12}", "model.experts={count: 4, active: 2, ffn_dim: 24, dense_layers: [0]}")  # fmt: skip
+FUSED = {"kv_up.weight": (4, 12), "kv_down.weight": (12, 4)}
+"""Rows of each projection in a fused matrix, head by head."""
 OPTIMIZERS = {
     "adamw": ("optim.lr=1e-2",),
     "lion": ("optim.name=lion", "optim.lr=1e-2"),
@@ -51,20 +55,19 @@ OPTIMIZERS = {
 }
 
 
+def projections(name: str, tensor: Tensor) -> list[Tensor]:
+    """The matrices in a tensor, each for itself: experts, or projections, which have the rows of all heads."""
+    if tensor.dim() == 3:
+        return list(tensor)
+    for of_fused, rows in FUSED.items():
+        if name.endswith(of_fused):
+            kind = torch.tensor([number for number, count in enumerate(rows) for _ in range(count)]).repeat(len(tensor) // sum(rows))
+            return [tensor[kind == number] for number in range(len(rows))]
+    return [tensor]
+
+
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def projections(name: str, matrix: Tensor) -> list[int | slice | list[int]]:
-    """Where each projection of a matrix lies: an expert of a stack; in latent attention, the latent and the turned key, keys and values of all heads."""
-    if matrix.dim() == 3:
-        return list(range(len(matrix)))
-    if name.endswith("kv_down.weight"):
-        return [list(range(LATENT["kv_rank"])), list(range(LATENT["kv_rank"], len(matrix)))]
-    if name.endswith("kv_up.weight"):
-        of_head, keys = LATENT["plain_dim"] + LATENT["value_dim"], LATENT["plain_dim"]
-        return [[row for row in range(len(matrix)) if (row % of_head < keys) == is_key] for is_key in (True, False)]
-    return [slice(None)]
 
 
 class Reference:
@@ -73,15 +76,15 @@ class Reference:
     def __init__(self, parameters: dict[str, Tensor], optimizer: str) -> None:
         self.parameters = {name: torch.nn.Parameter(p.double()) for name, p in parameters.items()}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.slices: dict[str, list[tuple[int | slice | list[int], torch.nn.Parameter]]] = {}
+        self.slices: dict[str, list[torch.nn.Parameter]] = {}
         self.means: dict[str, Tensor] = {}
         self.optimizer, self.scales = optimizer, {}
         for name, p in self.parameters.items():
             decay = 0.3 if "norm" in name else 0.0 if p.dim() == 1 or name.endswith("bias") or name.startswith("embedding") else 0.2
             self.scales[name] = (0.0 if name.startswith("embedding") else 3.0 if ".attention." in name and "norm" not in name else 1.0), decay
             if optimizer == "muon" and name.startswith("layers.") and p.dim() > 1 and not name.endswith("bias"):
-                self.slices[name] = [(rows, torch.nn.Parameter(p.detach()[rows].clone())) for rows in projections(name, p)]
-                new = torch.optim.Muon([part for _, part in self.slices[name]], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+                self.slices[name] = [torch.nn.Parameter(m.clone()) for m in projections(name, p.detach())]
+                new = torch.optim.Muon(self.slices[name], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             elif optimizer == "lion":
                 continue
             elif optimizer == "adafactor":
@@ -97,8 +100,8 @@ class Reference:
     def step(self, rate: float, gradients: dict[str, Tensor]) -> None:
         for name, gradient in gradients.items():
             self.parameters[name].grad = gradient.double()
-            for rows, part in self.slices.get(name, []):
-                part.grad = gradient[rows].double()
+            for part, own in zip(self.slices.get(name, []), projections(name, gradient.double())):
+                part.grad = own
             scale, decay = self.scales[name]
             if self.optimizer == "lion":  # algorithm 2 of the paper
                 p, mean = self.parameters[name].data, self.means.get(name, 0)
@@ -110,8 +113,9 @@ class Reference:
                     group["lr"] = rate * self.scales[optimizer.name][0]
                 optimizer.step()
         for name, parts in self.slices.items():
-            for rows, part in parts:
-                self.parameters[name].data[rows] = part.detach()
+            places = projections(name, torch.arange(self.parameters[name].numel()).view(self.parameters[name].shape))
+            for place, part in zip(places, parts):
+                self.parameters[name].data.view(-1)[place] = part.detach()
 
 
 def differences(optimizer: str, config_file: str, *overrides: str) -> dict[str, float]:
@@ -164,15 +168,11 @@ def test_a_step_is_that_of_one_process(pool, config_file, case):
         assert found and max(found.values()) <= 2e-5, sorted(found.items(), key=lambda item: -item[1])[:5]
 
 
-@pytest.mark.parametrize("layout", some_slow(["single", "fsdp 2", "tensor 2", "hsdp 2x2"], ["single", "hsdp 2x2"]))
-def test_muon_takes_the_projections_of_latent_attention_apart(pool, config_file, layout):
-    """Keys got a nineteenth of the update of values, with which they share a matrix."""
-    sizes = ", ".join(f"{key}: {size}" for key, size in LATENT.items())
-    latent = f"model={{family: deepseek_v3, vocab_size: 264, layers: 2, kv_heads: null, latent: {{{sizes}}}}}"
-    experts = "model.experts={count: 4, active: 2, ffn_dim: 24, groups: 2, active_groups: 1, dense_layers: [0]}"
+@pytest.mark.parametrize("layout", some_slow(["single", "ddp 2", "fsdp 2", "tensor 2", "hsdp 2x2", "fsdp 2 x tensor 2", "offload"], ["single", "ddp 2", "offload"]))
+def test_muon_takes_the_projections_of_a_fused_matrix_apart(pool, config_file, layout):
     world_size, *options = LAYOUTS[layout]
-    for found in pool.launch(world_size, differences, "muon", str(config_file), latent, experts, "optim.clip=0.5", "optim.weight_decay=0.2", *OPTIMIZERS["muon"], GROUPS, *options):
-        assert {"layers.1.attention.kv_up.weight", "layers.1.attention.kv_down.weight"} <= found.keys()
+    for found in pool.launch(world_size, differences, "muon", str(config_file), *LATENT, *OPTIMIZERS["muon"], GROUPS, *options):
+        assert {name.partition("attention.")[2] for name in found} >= set(FUSED)
         assert max(found.values()) <= 2e-5, sorted(found.items(), key=lambda item: -item[1])[:5]
 
 

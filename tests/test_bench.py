@@ -482,7 +482,7 @@ def test_the_commit_is_kept_and_whether_files_differ_from_it(tmp_path, monkeypat
 
     assert commit(tmp_path) == {}
     git("init")
-    assert commit(tmp_path) == {}  # there is none yet
+    assert commit(tmp_path) == {}  # the repository has no commit yet
     (tmp_path / "file").write_text("a")
     git("add", "file")
     git("commit", "-m", "x")

@@ -87,7 +87,7 @@ Update = tuple
 
 
 class FusedAdamW(AdamW):
-    """torch's fused AdamW on this rank's parts. Given sharded parameters themselves, it keeps the host busy for four times as long."""
+    """torch's fused AdamW on this rank's parts. Sharded parameters themselves keep the host busy for nearly twice as long."""
 
     scales_gradients = False
 

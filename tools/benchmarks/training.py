@@ -69,7 +69,7 @@ class Measured:
     peak_mib: float
     """The sum over all ranks."""
     versions: dict[str, str]
-    """Of its own process, which may be of another environment."""
+    """Versions of packages in its own process, which may run in another environment."""
 
 
 def look_for_litgpt(python: str) -> None:
@@ -86,7 +86,10 @@ def look_for_litgpt(python: str) -> None:
 def compare_trainers(
     cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options, litgpt: str | None = None
 ) -> list[Row]:
-    """Of each program CPU microseconds per token, and how that compares; behind it what its note shows, as rows of their own. `litgpt`: a Python that has it."""
+    """A row for the CPU microseconds per token of each program, and how they compare. Rows of wall time, first step and peak memory follow it.
+
+    `litgpt`: a Python that has it.
+    """
     write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
     np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(
         options.work / "tokens.bin"

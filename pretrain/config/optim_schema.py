@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import MOST_STEPS, UNSET, Except, key, section
+from pretrain.config.keys import MOST_STEPS, SET, UNSET, Except, key, section
 
 
 @dataclass
@@ -134,6 +134,10 @@ class RateStage:
     tokens: int | None = key(
         None, "Instead of `steps`: the stage's last step is the first after which it has so many tokens.", ge=1, le=2**62
     )
+    by_tokens: bool | None = key(
+        None,
+        "Whether the rate follows the tokens and not the steps, under `batch.ramp`. By default, if the stage has `tokens`.",
+    )
 
 
 @dataclass
@@ -160,6 +164,12 @@ class Schedule:
         le=2**62,
         when={"data.pairs": UNSET},
     )
+    warmup_by_tokens: bool | None = key(
+        None,
+        "Whether the rate of the warmup rises with the tokens (samples × sequence_length) and not with the steps, and whether "
+        "`inverse_sqrt` falls so. By default, if `warmup_tokens` is given.",
+        when={"batch.ramp": SET},
+    )
     min_ratio: float = key(
         0.1,
         "Learning rate at the last step, as a share of the peak, unless the warmup takes all steps.",
@@ -169,7 +179,7 @@ class Schedule:
     )
     decay_steps: int | None = key(
         None,
-        "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.",
+        "Steps of the final decay of `wsd`; by default the last tenth of the run: of its tokens with `decay_by_tokens`, else of its steps.",
         ge=1,
         when={"schedule.name": ("wsd",), "schedule.decay_tokens": UNSET},
         le=MOST_STEPS,
@@ -180,6 +190,12 @@ class Schedule:
         ge=1,
         le=2**62,
         when={"schedule.name": ("wsd",), "data.pairs": UNSET},
+    )
+    decay_by_tokens: bool | None = key(
+        None,
+        "Whether the rate falls with the tokens and not with the steps. By default, if the length of the fall is given in tokens: by "
+        "`run.tokens` for `cosine`, `linear`, and `wsd` without `decay_steps`, or by `decay_tokens`.",
+        when={"schedule.name": ("cosine", "linear", "wsd"), "batch.ramp": SET},
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
         "linear",

@@ -6,6 +6,7 @@ This file does not import torch, so that tools which look at data answer at once
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -254,6 +255,11 @@ def batch_schedule(config: Config) -> BatchSchedule:
     _check_changes("batch.ramp", [stage.sequences for stage in batch.ramp], batch.sequences, "batch.sequences")
     _check_changes("batch.lengths", [stage.length for stage in batch.lengths], length, "data.sequence_length")
     return BatchSchedule(batch.sequences, tuple(ramp), tuple(cuts))
+
+
+def consumed_after(config: Config) -> Callable[[int], int]:
+    """The samples that a run has consumed after a step, if every step had the batch of this configuration."""
+    return functools.partial(batch_schedule(config).after, 0)
 
 
 def _check_changes(key: str, sizes: list[int], last: int, name_of_last: str) -> None:

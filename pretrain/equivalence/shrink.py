@@ -66,6 +66,8 @@ def _run(given: Config, length: int) -> dict[str, Any]:
         "run.steps": (given.run.steps, STEPS),
         "schedule.warmup_steps": (schedule.warmup_steps, min(1, schedule.warmup_steps)),
         "schedule.decay_steps": (schedule.decay_steps, schedule.decay_steps and 1),
+        "schedule.warmup_by_tokens": (schedule.warmup_by_tokens, None),
+        "schedule.decay_by_tokens": (schedule.decay_by_tokens, None),
         "validation.every_steps": (given.validation.every_steps, 0),
     }
     return {key: small for key, (before, small) in values.items() if small != before}

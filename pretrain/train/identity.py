@@ -16,11 +16,12 @@ from typing import Any
 
 from pretrain.config.keys import leaves
 from pretrain.config.optim_schema import Schedule
-from pretrain.config.schema import Config
+from pretrain.config.schema import Batch, Config
 from pretrain.config.written import build_section
 from pretrain.data.order import UNIT
+from pretrain.data.sources import consumed_after
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.optim.schedule import joints, learning_rate
+from pretrain.optim.schedule import goes_by_tokens, joints, learning_rate, one_each
 
 log = logging.getLogger(__name__)
 
@@ -115,17 +116,23 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
 
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
-    known = {field.name for field in dataclasses.fields(Schedule)}
-    schedule = build_section(Schedule, {name: value for name, value in saved.get("schedule", {}).items() if name in known})
-    steps = saved.get("run", {}).get("steps", Config().run.steps)
-
-    def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:
-        return learning_rate(schedule, old_peak, steps, number), learning_rate(own.schedule, new_peak, own.run.steps, number)
-
     if not step:
         return None
+    before = Config(schedule=_section_of(Schedule, saved, "schedule"), batch=_section_of(Batch, saved, "batch"))
+    before.data.sequence_length = saved.get("data", {}).get("sequence_length", before.data.sequence_length)
+    schedule, steps = before.schedule, saved.get("run", {}).get("steps", before.run.steps)
+    # Earlier versions took batches that are refused today, and all their schedules went by steps.
+    consumed = consumed_after(before) if goes_by_tokens(schedule) else one_each
+    own_consumed = consumed_after(own)
+
+    def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:
+        return (
+            learning_rate(schedule, old_peak, steps, number, consumed),
+            learning_rate(own.schedule, new_peak, own.run.steps, number, own_consumed),
+        )
+
     points = {1 + i * step // _CURVE_POINTS for i in range(_CURVE_POINTS)}
-    points |= joints(schedule, steps, step) | joints(own.schedule, own.run.steps, step)
+    points |= joints(schedule, steps, step, consumed) | joints(own.schedule, own.run.steps, step, own_consumed)
     # The same curve written otherwise is rounded otherwise.
     if all(math.isclose(*rates(number), rel_tol=1e-9, abs_tol=1e-12) for number in points):
         return None
@@ -137,6 +144,12 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
             if old != new:
                 return f"the learning rate of step {number} would be {new} instead of {old}"
     return "the steps already taken would have had another share of optim.lr"
+
+
+def _section_of(kind: type, saved: dict[str, Any], name: str) -> Any:
+    """A section of a recorded configuration, without keys that this version does not have."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return build_section(kind, {key: value for key, value in saved.get(name, {}).items() if key in known})
 
 
 # ---- what is done about it --------------------------------------------------------------------------------------------

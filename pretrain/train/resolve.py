@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretrain.config.data_schema import Text
 from pretrain.config.keys import MOST_STEPS, check_effects
 from pretrain.config.model_schema import Model
-from pretrain.config.optim_schema import Schedule
+from pretrain.config.optim_schema import RateStage, Schedule
 from pretrain.config.schema import Config
-from pretrain.data.sources import batch_schedule, check_data
+from pretrain.data.sources import batch_schedule, check_data, consumed_after
 from pretrain.data.stream import check_micro_steps
 from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.masks import check_flex_with_dropout
 from pretrain.models.shape import flat
-from pretrain.optim.schedule import check, fit
+from pretrain.optim.schedule import check, fit, wanted_decay
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 from pretrain.train.number_format import check_formats
@@ -56,14 +56,17 @@ def resolve(config: Config) -> Config:
         raise ConfigError(
             f"optim.name=schedule_free_adamw takes the place of schedule.name={config.schedule.name}; set schedule.name=constant, which may have a warmup"
         )
-    check(config.schedule, config.run.steps, written)
+    check(config.schedule, config.run.steps, written, consumed_after(config))
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
 
 
 def tokens_as_steps(config: Config) -> Config:
-    """The configuration with numbers of tokens as numbers of steps. A step takes as many samples as the batch schedule says."""
-    run, schedule, length = config.run, config.schedule, config.data.sequence_length
+    """The configuration with numbers of tokens as numbers of steps. A step takes as many samples as the batch schedule says.
+
+    Under a ramp, the parts of the schedule that were given in tokens are marked, because their rate goes by tokens.
+    """
+    run, schedule, length = config.run, _marked(config), config.data.sequence_length
     batches = batch_schedule(config)
 
     def steps_of(tokens: int) -> int:
@@ -85,17 +88,42 @@ def tokens_as_steps(config: Config) -> Config:
         schedule = dataclasses.replace(schedule, decay_steps=max(1, decay), decay_tokens=None)
     stages, end = [], schedule.warmup_steps
     for i, stage in enumerate(schedule.stages):
-        if (stage.steps is None) == (stage.tokens is None):
-            raise ConfigError(f"schedule.stages.{i} needs one of steps and tokens, and not both")
+        _check_stage(config, i, stage)
         if stage.tokens is not None:
-            if config.data.pairs:
-                raise ConfigError(f"schedule.stages.{i}.tokens: batches of data.pairs differ in tokens; use steps")
             steps = max(1, steps_of(batches.after(0, end) * length + stage.tokens) - end)
             _check_number(f"schedule.stages.{i}.tokens", stage.tokens, steps)
             stage = dataclasses.replace(stage, steps=steps, tokens=None)
         stages.append(stage)
         end += stage.steps
     return dataclasses.replace(config, run=run, schedule=dataclasses.replace(schedule, stages=stages))
+
+
+def _marked(config: Config) -> Schedule:
+    """The schedule with `by_tokens` where nothing was said and a length is in tokens. Without a ramp, steps and tokens are the same."""
+    schedule = config.schedule
+    if not config.batch.ramp:
+        return schedule
+    until_the_end = schedule.name in ("cosine", "linear") or (schedule.name == "wsd" and schedule.decay_steps is None)
+    in_tokens = {
+        "warmup_by_tokens": schedule.warmup_tokens is not None,
+        "decay_by_tokens": schedule.decay_tokens is not None or (until_the_end and config.run.tokens is not None),
+    }
+    marks = {name: True for name, is_given in in_tokens.items() if is_given and getattr(schedule, name) is None}
+    stages = [
+        dataclasses.replace(stage, by_tokens=True) if stage.tokens is not None and stage.by_tokens is None else stage
+        for stage in schedule.stages
+    ]
+    return dataclasses.replace(schedule, stages=stages, **marks)
+
+
+def _check_stage(config: Config, number: int, stage: RateStage) -> None:
+    key = f"schedule.stages.{number}"
+    if (stage.steps is None) == (stage.tokens is None):
+        raise ConfigError(f"{key} needs one of steps and tokens, and not both")
+    if stage.tokens is not None and config.data.pairs:
+        raise ConfigError(f"{key}.tokens: batches of data.pairs differ in tokens; use steps")
+    if stage.by_tokens is not None and not config.batch.ramp:
+        raise ConfigError(f"{key}.by_tokens has no effect without batch.ramp; remove it")
 
 
 def _check_number(key: str, tokens: int, steps: int) -> None:
@@ -108,7 +136,7 @@ def _check_number(key: str, tokens: int, steps: int) -> None:
 def unreached_stages(config: Config) -> Iterator[str]:
     """Lines on stages of the batch, of the length and of the learning rate that the run does not come to, or not to their end."""
     yield from _unreached_sizes(config)
-    yield from _unreached_rates(config.schedule, config.run.steps)
+    yield from _unreached_rates(config.schedule, config.run.steps, consumed_after(config))
 
 
 def _unreached_sizes(config: Config) -> Iterator[str]:
@@ -133,13 +161,13 @@ def _unreached_sizes(config: Config) -> Iterator[str]:
             )
 
 
-def _unreached_rates(schedule: Schedule, steps: int) -> Iterator[str]:
+def _unreached_rates(schedule: Schedule, steps: int, consumed: Callable[[int], int]) -> Iterator[str]:
     end = schedule.warmup_steps
     for i, rate in enumerate(schedule.stages if schedule.name == "piecewise" else ()):
         begin, end = end, end + rate.steps
         if end > steps and (rate.shape != "constant" or begin >= steps):
             yield f"schedule.stages.{i} lasts until step {end}, and the run until {steps}: it never comes to {rate.ratio:g} of the rate"
-    left, usual = steps - schedule.warmup_steps, max(1, steps // 10)
+    left, usual = steps - schedule.warmup_steps, wanted_decay(schedule, steps, consumed)
     if schedule.name in ("cosine", "linear") and left == 0:
         yield f"schedule.name={schedule.name}: the warmup takes all {steps} steps, so that the rate never falls to schedule.min_ratio={schedule.min_ratio:g}"
     if schedule.name == "wsd" and schedule.decay_steps is None and 0 <= left < usual:

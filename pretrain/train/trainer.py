@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 
 import torch
 
+from pretrain.data.sources import consumed_after
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
@@ -95,6 +96,7 @@ class Trainer:
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"matrices are stored as {stored}, not as precision.master={config.precision.master}")
         self.layers = LayerStatistics(names, self.model, self.optimizer, self.mesh, config)
+        self.consumed_after = consumed_after(config)
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ class Trainer:
         `target_tokens`: those of the global batch. For the record: the `digest` of its samples, and `source_tokens`, its target tokens by source.
         """
         config, number = self.config, self.progress.step + 1
-        rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
+        rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number, self.consumed_after)
         with self.ranks.part(f"step {number}: forward and backward", device=True, exchanges=True):
             with self.layers.watching(number):
                 losses = self.strategy.forward_backward(batch, target_tokens)

@@ -26,7 +26,7 @@ def notes(*overrides: str, resolved: dict[str, object] | None = None) -> list[st
 @pytest.mark.parametrize(("overrides", "message"), [
     (["schedule={name: constant, min_ratio: 0.5}"], "schedule.min_ratio=0.5 has no effect with schedule.name=constant; set schedule.name=cosine or "),
     (["schedule={name: inverse_sqrt, min_ratio: 0.5}"], "schedule.name=inverse_sqrt"),
-    (["schedule.stages=[{steps: 15, ratio: 0.5}]"], "schedule.stages=[{steps: 15, ratio: 0.5, shape: linear, tokens: null}] has no effect with schedule.name=cosine"),
+    (["schedule.stages=[{steps: 15, ratio: 0.5}]"], "schedule.stages=[{steps: 15, ratio: 0.5, shape: linear, tokens: null, by_tokens: null}] has no effect with schedule.name=cosine"),
     (["schedule.decay_steps=3"], "schedule.decay_steps=3 has no effect with schedule.name=cosine; set schedule.name=wsd"),
     (["parallel={strategy: fsdp, ddp: {bucket_mb: 5}}"], "parallel.ddp.bucket_mb=5.0 has no effect with parallel.strategy=fsdp"),
     (["parallel={strategy: single, grad_sync: every}"], "parallel.grad_sync=every has no effect with parallel.strategy=single"),

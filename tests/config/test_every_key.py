@@ -17,6 +17,7 @@ from running import write_config
 from pretrain.config.keys import Leaf, leaves
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
+from pretrain.data.sources import consumed_after
 from pretrain.errors import ConfigError, UserError
 from pretrain.models import build_network
 from pretrain.optim.optimizer import OptimizerSet
@@ -38,6 +39,7 @@ LLAMA3 = [*BASE, "model.rope={scaling: llama3, factor: 2, original_length: 16}"]
 LATENT = [*BASE, "model.latent={kv_rank: 8, query_rank: 8, rope_dim: 4, plain_dim: 4, value_dim: 8}", "model.kv_heads=null"]
 EXPERTS = [*BASE, "model.experts={count: 8, active: 2, correction: true, correction_rate: 0.001, balance_loss: 1}"]
 FP8 = [*BASE, "precision.compute=bf16", "model.dim=64", "model.ffn_dim=64"]
+RAMPED = [*BASE, "schedule.warmup_steps=4", "batch.micro_sequences=2", "batch.ramp=[{until_tokens: 512, sequences: 8}, {until_tokens: 4096, sequences: 32}]"]
 WINDOW = [*BASE, "model.attention.window=4", "model.rope={scaling: linear, factor: 2}"]
 
 # What a key acts beside, by its path or the beginning of it; the first that fits. A value is tried after these.
@@ -51,6 +53,7 @@ BESIDE = {
     "model.relative": SPANS, "model.encoder": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
+    "schedule.warmup_by_tokens": RAMPED, "schedule.decay_by_tokens": RAMPED,
     "schedule.decay": [*BASE, "schedule.name=wsd"], "schedule.warmup_tokens": [*BASE, "schedule.warmup_steps=0"],
     "run.tokens": [*BASE, "run.steps=1000"], "optim.muon": [*BASE, "optim.name=muon"], "optim.adafactor": [*BASE, "optim.name=adafactor"],
     "data.shuffle_shards": [*BASE, "data.shuffle=shards"], "precision.fp8": [*FP8, "precision.fp8=rowwise"],
@@ -131,6 +134,7 @@ SEEN = {
     "optim.ema_decay": "optim/test_ema.py::test_the_mean_follows_its_formula_and_lends_its_values",
     **{f"optim.groups.0.{name}": "optim/test_muon.py::test_the_first_group_that_matches_a_name_gives_its_rate_and_decay" for name in ("pattern", "lr_scale", "weight_decay")},
     **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
+    "schedule.stages.0.by_tokens": "optim/test_schedule.py::test_a_schedule_in_tokens_is_a_function_of_tokens_under_a_ramp",
     "schedule.stages.0.tokens": "optim/test_schedule.py::test_numbers_of_tokens_are_the_first_steps_that_reach_them",
     "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
     "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
@@ -204,7 +208,7 @@ def signature(config_file: Path, *overrides: str) -> dict[str, Any]:
         "export": own.model.family,
         "longest": own.model.max_sequence_length,
         "validation": [(source.name, len(source)) for source in plan.data.validation],
-        "rates": [learning_rate(own.schedule, own.optim.lr, own.run.steps, step) for step in range(1, own.run.steps + 1)],
+        "rates": [learning_rate(own.schedule, own.optim.lr, own.run.steps, step, consumed_after(own)) for step in range(1, own.run.steps + 1)],
         "network": network_signature(own, inputs),
     }
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from pretrain.config.data_schema import Data
 from pretrain.config.optim_schema import RateStage, Schedule
-from pretrain.config.schema import Batch, BatchStage, Config, Run
+from pretrain.config.schema import Batch, BatchStage, Config, LengthStage, Run
+from pretrain.data.sources import consumed_after
 from pretrain.errors import ConfigError
-from pretrain.optim.schedule import check, fit, learning_rate
+from pretrain.optim.schedule import check, fit, goes_by_tokens, learning_rate
 from pretrain.train.resolve import tokens_as_steps
 
 PEAK, STEPS = 2e-3, 1000
@@ -254,3 +255,92 @@ def test_inverse_square_root_is_the_transformers_schedule():
         assert learning_rate(schedule, peak, STEPS, step) == pytest.approx(dim**-0.5 * min(step**-0.5, step * warmup**-1.5))
     assert rate(160, name="inverse_sqrt", warmup_steps=40) == pytest.approx(PEAK / 2)
     assert rate(4, name="inverse_sqrt") == pytest.approx(PEAK / 2)  # without a warmup as if that were one step
+
+
+# 32 tokens in a sample: 40 steps of 64 tokens, 20 of 128 and 30 of 512.
+RAMP = [BatchStage(2560, 2), BatchStage(5120, 4)]
+TOKENS = [64 * step for step in range(1, 41)] + [2560 + 128 * step for step in range(1, 21)] + [5120 + 512 * step for step in range(1, 31)]  # fmt: skip
+LENGTHS = [LengthStage(1280, 8), LengthStage(4096, 16)]
+
+
+def half_cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def staged(tokens: int) -> float:
+    if tokens <= 5120:
+        return 1 - 0.5 * (tokens - 1024) / 4096
+    return 0.5 * 0.2 ** ((tokens - 5120) / 5120) if tokens <= 10240 else 0.1 + 0.3 * (1 - half_cosine(min(1, (tokens - 10240) / 10240)))
+
+
+# Of the tokens t after a step: the share of the peak, after a warmup of 1,024 tokens.
+BY_TOKENS = {
+    "cosine": ({"min_ratio": 0.1}, lambda t: 0.1 + 0.9 * half_cosine((t - 1024) / 19456)),
+    "linear": ({"min_ratio": 0.1}, lambda t: 1 - 0.9 * (t - 1024) / 19456),
+    "constant": ({}, lambda t: 1.0),
+    "wsd": ({"min_ratio": 0.0, "decay_tokens": 16384}, lambda t: min(1, (20480 - t) / 16384)),
+    "wsd by default": ({"min_ratio": 0.0}, lambda t: min(1, (20480 - t) / 2048)),
+    "inverse_sqrt": ({}, lambda t: math.sqrt(1024 / t)),
+    "piecewise": ({"stages": [RateStage(ratio=0.5, tokens=4096), RateStage(ratio=0.1, tokens=5120, shape="exponential"), RateStage(ratio=0.4, tokens=10240, shape="cosine")]}, staged),
+}  # fmt: skip
+
+
+def rates_of(config: Config) -> list[float]:
+    """The share of the peak of every step, as the trainer computes it."""
+    found = tokens_as_steps(config)
+    assert tokens_as_steps(found) == found
+    return [
+        learning_rate(found.schedule, 1.0, found.run.steps, step, consumed_after(found))
+        for step in range(1, found.run.steps + 1)
+    ]
+
+
+@pytest.mark.parametrize("lengths", [[], LENGTHS], ids=["whole", "lengths"])
+@pytest.mark.parametrize("case", BY_TOKENS)
+def test_a_schedule_in_tokens_is_a_function_of_tokens_under_a_ramp(case, lengths):
+    """It went by steps: a cosine had 0.42 of its peak at a quarter of the tokens, where it has 0.9."""
+    values, formula = BY_TOKENS[case]
+    schedule = Schedule(name=case.split()[0], warmup_tokens=1024, **values)
+    config = Config(run=Run(tokens=20480), schedule=schedule, batch=Batch(16, ramp=RAMP, lengths=lengths), data=Data(sequence_length=32))
+    assert rates_of(config) == pytest.approx([t / 1024 if t <= 1024 else formula(t) for t in TOKENS], rel=1e-12, abs=1e-15)
+
+
+def test_parts_in_steps_go_by_steps_beside_parts_in_tokens():
+    batch, data = Batch(16, ramp=RAMP), Data(sequence_length=32)
+
+    def of(run: Run, **schedule) -> list[float]:
+        return rates_of(Config(run=run, schedule=Schedule(**schedule), batch=batch, data=data))
+
+    warmup_in_steps = of(Run(tokens=20480), name="linear", warmup_steps=50, min_ratio=0.0)
+    assert warmup_in_steps == pytest.approx([s / 50 if s <= 50 else (20480 - t) / (20480 - 3840) for s, t in enumerate(TOKENS, 1)])
+    fall_in_steps = of(Run(steps=90), name="linear", warmup_tokens=4096, min_ratio=0.0)
+    assert fall_in_steps == pytest.approx([t / 4096 if t <= 4096 else (90 - s) / 38 for s, t in enumerate(TOKENS, 1)])
+    decay_in_steps = of(Run(tokens=20480), name="wsd", decay_steps=40, min_ratio=0.0)
+    assert decay_in_steps == pytest.approx([min(1, (90 - s) / 40) for s in range(1, 91)])
+    stages = [RateStage(50, 0.0), RateStage(ratio=1.0, tokens=TOKENS[-1] - TOKENS[49])]
+    expected = [1 - s / 50 if s <= 50 else (t - TOKENS[49]) / (TOKENS[-1] - TOKENS[49]) for s, t in enumerate(TOKENS, 1)]
+    assert of(Run(tokens=20480), name="piecewise", stages=stages) == pytest.approx(expected)
+    by_choice = of(Run(tokens=20480), name="linear", warmup_tokens=1024, min_ratio=0.0, warmup_by_tokens=False, decay_by_tokens=False)
+    assert by_choice == [s / 16 if s <= 16 else 1 - (s - 16) / 74 for s in range(1, 91)]
+    tokens_by_choice = of(Run(steps=90), name="wsd", decay_by_tokens=True, min_ratio=0.0)
+    assert tokens_by_choice == pytest.approx([min(1, (20480 - t) / 2048) for t in TOKENS])
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(BY_TOKENS)), st.integers(1, 64), st.integers(1, 3000), st.integers(1, 200))
+def test_with_one_batch_a_schedule_goes_by_steps_and_tokens_alike(case, sequences, warmup, steps):
+    values = {name: value for name, value in BY_TOKENS[case][0].items() if name != "decay_tokens"}
+    schedule = fit(tokens_as_steps(Config(schedule=Schedule(name=case.split()[0], warmup_steps=warmup, **values))).schedule, steps)
+    assert not goes_by_tokens(schedule)
+    marked = dataclasses.replace(
+        schedule, warmup_by_tokens=True, decay_by_tokens=True, stages=[dataclasses.replace(stage, by_tokens=True) for stage in schedule.stages]
+    )
+    for step in range(1, steps + 1):
+        by_tokens = learning_rate(marked, 1.0, steps, step, lambda s: s * sequences)
+        assert by_tokens == pytest.approx(learning_rate(schedule, 1.0, steps, step), rel=1e-12, abs=1e-15)
+
+
+def test_a_stage_by_tokens_without_a_ramp_is_refused():
+    stages = [RateStage(5, 0.5, by_tokens=True)]
+    with pytest.raises(ConfigError, match="schedule.stages.0.by_tokens has no effect without batch.ramp; remove it"):
+        tokens_as_steps(Config(schedule=Schedule(name="piecewise", stages=stages)))

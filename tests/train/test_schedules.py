@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -39,6 +40,25 @@ def test_a_run_counted_in_tokens_with_a_piecewise_rate_goes_on_as_if_never_inter
     cut_after(straight, 6)
     parts = train(pool, 1, config_file, "run.name=parts", *written)
     assert losses(parts)[-6:] == losses(straight)[-6:]
+
+
+def test_a_rate_in_tokens_follows_the_tokens_of_a_growing_batch_also_when_resumed(pool, config_file):
+    """Stages of lengths change no tokens."""
+    # Until 512 tokens 4 samples of 32 tokens make a step, and 16 then.
+    written = (
+        "run.steps=1000", "run.tokens=2560", "schedule={name: cosine, warmup_steps: 0, warmup_tokens: 1024, min_ratio: 0.1}", "log.every_steps=1",
+        "batch={sequences: 16, micro_sequences: 4, ramp: [{until_tokens: 512, sequences: 4}], lengths: [{until_tokens: 1024, length: 8}]}",
+        "checkpoint={every_steps: 3, keep_last: 0}",
+    )  # fmt: skip
+    straight = train(pool, 1, config_file, "run.name=straight", *written)
+    records = read_metrics(straight)
+    assert [record["tokens"] for record in records] == [128, 256, 384, 512, 1024, 1536, 2048, 2560]
+    falling = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)) for share in (0, 1 / 3, 2 / 3, 1)]
+    assert [record["lr"] / 3e-3 for record in records] == pytest.approx([1 / 8, 1 / 4, 3 / 8, 1 / 2, *falling])
+    cut_after(straight, 3)
+    parts = train(pool, 1, config_file, "run.name=parts", *written)
+    assert losses(parts)[-5:] == losses(straight)[-5:]
+    assert [record["lr"] for record in read_metrics(parts)] == [record["lr"] for record in records[3:]]
 
 
 def test_a_run_counted_in_tokens_is_not_miscounted_when_its_batch_changes(pool, config_file):

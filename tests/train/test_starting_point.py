@@ -16,17 +16,18 @@ import torch
 from running import run_main
 
 from pretrain.checkpoint.payload import Payload
+from pretrain.config.data_schema import Data
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
 from pretrain.config.optim_schema import Optim, ParameterGroup, RateStage, Schedule
 from pretrain.config.read import read_file
-from pretrain.config.schema import Config, Run
+from pretrain.config.schema import Batch, BatchStage, Config, Run
 from pretrain.distributed.ranks import choose_device
 from pretrain.errors import LaunchError
 from pretrain.optim.schedule import learning_rate
 from pretrain.run import main
 from pretrain.train.identity import differences, setting_changes
-from pretrain.train.resolve import resolve
+from pretrain.train.resolve import resolve, tokens_as_steps
 
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
 
@@ -245,6 +246,31 @@ def test_a_number_of_tokens_is_accepted_by_the_name_of_its_key(config_file, run)
     for name in ("run.tokens", "run.steps"):
         code, printed = check(config_file, *tokens, f"run.accept_changes=[{name}]")
         assert code == 0 and "would resume from step 4" in printed
+
+
+def test_a_record_of_a_ramp_that_went_by_steps_is_refused_unless_it_goes_on_so():
+    """Earlier versions turned tokens into steps, also between the ends of a schedule's parts."""
+    ramp = Batch(16, ramp=[BatchStage(512, 4)])
+    written = Config(run=Run(tokens=20480), schedule=Schedule(warmup_tokens=4096), batch=ramp, data=Data(sequence_length=32))
+    own = tokens_as_steps(written)
+    saved = dataclasses.asdict(own)
+    assert setting_changes(saved, own, 10) == []
+    del saved["schedule"]["warmup_by_tokens"], saved["schedule"]["decay_by_tokens"]
+    first = setting_changes(saved, own, 10)
+    assert [change.name for change in first] == ["schedule.warmup_by_tokens", "schedule.decay_by_tokens"]
+    # 4 steps of 128 tokens, then 512: 4,096 tokens are 11 steps.
+    assert first[0].consequence == f"the learning rate of step 10 would be {3e-4 * 3584 / 4096:.3g} instead of {3e-4 * 10 / 11:.3g}"
+    as_before = dataclasses.replace(own.schedule, warmup_by_tokens=False, decay_by_tokens=False)
+    assert setting_changes(saved, dataclasses.replace(own, schedule=as_before), 10) == []
+
+
+def test_a_ramp_that_begins_in_mid_run_leaves_a_cosine_in_tokens_as_it_was():
+    """By steps, the past would have had other rates."""
+    written = Config(run=Run(tokens=20480), schedule=Schedule(warmup_tokens=1024), batch=Batch(4), data=Data(sequence_length=32))
+    saved = dataclasses.asdict(tokens_as_steps(written))
+    ramped = dataclasses.replace(written, batch=Batch(16, ramp=[BatchStage(5120, 4)]))
+    names = [change.name for change in setting_changes(saved, tokens_as_steps(ramped), 40)]
+    assert names == ["batch.sequences", "batch.ramp.0.until_tokens", "batch.ramp.0.sequences"]
 
 
 def test_a_key_that_is_new_since_the_checkpoint_had_its_default(config_file, run):

@@ -158,8 +158,16 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     given = " and ".join(f"{key}={tokens}" for key, tokens in plan.tokens.items())
     raise ConfigError(
         f"{given} count{'s' if len(plan.tokens) == 1 else ''} {counted} samples in the first {step} steps, as the batch is now, and {choice.path} "
-        f"has taken {taken}; count in steps from here on{': ' if steps else ''}{', '.join(steps)}"
+        f"has taken {taken}; count in steps from here on{': ' if steps else ''}{', '.join(steps)}{_as_stage(plan, saved, step, taken)}"
     )
+
+
+def _as_stage(plan: Plan, saved: dict[str, Any], step: int, taken: int) -> str:
+    """How to say of a past whose steps all had one batch that it had this one, and today's batch from here on."""
+    sequences, size = saved.get("batch", {}).get("sequences"), plan.config.batch.sequences
+    if plan.config.batch.ramp or step * (sequences or 0) != taken:
+        return ""
+    return f"; or keep the tokens, with batch.ramp=[{{until_tokens: {taken * plan.config.data.sequence_length}, sequences: {sequences}}}] before batch.sequences={size}"
 
 
 def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:

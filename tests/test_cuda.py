@@ -28,6 +28,7 @@ from pretrain.observe.flops import PEAKS_BF16
 from pretrain.observe.metrics import read_metrics
 from pretrain.optim.adamw import AdamW
 from pretrain.optim.guarded import Formats
+from pretrain.optim.lion import Lion
 from pretrain.optim.optimizer import OptimizerSet, _scale
 from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
@@ -235,6 +236,7 @@ STEPS = {
     "one, experts": (1, *EXPERTS),
     "ddp, weights in bf16": (2, "parallel.strategy=ddp", "precision.master=bf16", "precision.gradients=fp32"),
     "one, schedule-free": (1, "optim.name=schedule_free_adamw", "schedule.name=constant"),
+    "one, lion": (1, "optim.name=lion"),
     "fsdp, muon": (2, FSDP, "optim.name=muon"),
     "hsdp": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
     "tensor": (2, FSDP, "parallel.tensor=2"),
@@ -398,20 +400,21 @@ def test_gradients_in_bf16_are_scaled_as_a_cpu_scales_them():
     assert torch.equal(scaled[1].cpu(), scaled[0]) and not torch.equal(scaled[0], values)
 
 
-@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
-def test_updates_of_weights_in_bf16_are_those_of_a_cpu(moments):
+@pytest.mark.parametrize("make, moments", [(AdamW, torch.bfloat16), (AdamW, torch.uint8), (Lion, torch.bfloat16)])
+def test_updates_of_weights_in_bf16_are_those_of_a_cpu(make, moments):
     """They are compiled there; a number whose last bit in fp32 differs may be rounded to its neighbour."""
     drawn = torch.Generator().manual_seed(1)
     start, *gradients = (torch.randn(96, 64, generator=drawn).to(torch.bfloat16) for _ in range(4))
     ends = []
     for device in ("cpu", "cuda"):
         weight = torch.nn.Parameter(start.to(device, copy=True))
-        optimizer = AdamW([{"params": [weight], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, Formats(moments, {weight: "w"}))
+        eps = [1e-8] if make is AdamW else []
+        optimizer = make([{"params": [weight], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), *eps, Formats(moments, {weight: "w"}))
         for optimizer.step_number, gradient in enumerate(gradients, 1):
             weight.grad = gradient.to(device)
             optimizer.step()
         state = optimizer.state[weight]
-        ends.append([tensor.detach().cpu().double() for tensor in (weight, state["exp_avg"], state["exp_avg_sq"])])
+        ends.append([tensor.detach().cpu().double() for tensor in (weight, *(state[name] for name in make.moments))])
     for on_cpu, on_gpu in zip(*ends):
         assert float((on_cpu != on_gpu).double().mean()) < 0.01
         torch.testing.assert_close(on_gpu, on_cpu, rtol=0.02 if moments == torch.bfloat16 else 0, atol=1e-6 if moments == torch.bfloat16 else 1.0)

@@ -127,9 +127,10 @@ class RateStage:
 
     steps: int | None = key(None, "Steps of the stage.", ge=1, le=MOST_STEPS)
     ratio: float = key("???", "Learning rate at its last step, as a share of the peak.", ge=0, le=1000)
-    shape: Literal["constant", "linear", "cosine", "exponential"] = key(
+    shape: Literal["constant", "linear", "cosine", "1-sqrt", "exponential"] = key(
         "linear",
-        "The way there from the rate before: at once (`constant`), by equal differences, by half a cosine, or by equal ratios.",
+        "The way there from the rate before: at once (`constant`), by equal differences, by half a cosine, as the root of the share of the stage, or by "
+        "equal ratios.",
     )
     tokens: int | None = key(
         None, "Instead of `steps`: the stage's last step is the first after which it has so many tokens.", ge=1, le=2**62

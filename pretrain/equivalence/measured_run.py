@@ -1,6 +1,6 @@
 """`pretrain/run.py` with one step measured on every rank: collectives, bytes sent, peak memory. `tools/check_equivalence.py` starts it.
 
-The step is the third: DDP lays out its buckets anew after the first one, and says so in the second. A run of fewer steps measures nothing.
+The step is the third: DDP lays out its buckets anew at the end of the first one. A run of fewer steps measures nothing.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -26,14 +27,24 @@ from pretrain.distributed.shards import local
 from pretrain.errors import clipped, reason_of
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.profile_page import Held, page, usage_of
-from pretrain.observe.profile_time import COMMUNICATION, STEP
+from pretrain.observe.profile_time import COMMUNICATION, GRADIENTS, STEP
 
 log = logging.getLogger(__name__)
 
 
+class Computing(Protocol):
+    """What holds the weights and computes their gradients: `Strategy` of pretrain/parallel, which says what each method does."""
+
+    def parts(self) -> list[nn.Module]: ...
+
+    def gradients(self) -> Iterable[Tensor]: ...
+
+    def noting(self, note: Callable[[], None]) -> AbstractContextManager: ...
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """What is profiled: a step of this rank, with the weights and optimizers that it has."""
+    """What is profiled: a step of this rank, with what computes it and the optimizers that it has."""
 
     directory: Path
     """The run's directory, in which the folder `profile` is made."""
@@ -42,7 +53,7 @@ class Recorded:
     device: torch.device
     waited: float
     """Seconds that the step waited for its batch before."""
-    weights: list[Tensor]
+    strategy: Computing
     optimizers: list[Optimizer]
     means: list[Tensor]
     """Running means of weights."""
@@ -57,16 +68,22 @@ def profiled(what: Recorded) -> Iterator[None]:
     A GPU is waited for before and after, so that the profile has this step alone.
     """
     on_gpu = what.device.type == "cuda"
-    gradients: dict[int, int] = {}
-    counting = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.update(_gradients_of(optimizer)))
-    weights, state = _bytes(what.weights, what.device), _bytes([*_state_of(what.optimizers), *what.means], what.device)
+    gradients: list[dict[int, int]] = []
+
+    def note(*_: object) -> None:
+        with record_function(f"{GRADIENTS}{len(gradients)}"):
+            gradients.append(_by_storage(what.strategy.gradients()))
+
+    counting = register_optimizer_step_pre_hook(note)
+    parameters = [parameter for part in what.strategy.parts() for parameter in part.parameters()]
+    weights, state = _bytes(parameters, what.device), _bytes([*_state_of(what.optimizers), *what.means], what.device)
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])], profile_memory=True)
     _wait(what.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(what.device)
     profiler.start()
     try:
-        with record_function(STEP):
+        with record_function(STEP), what.strategy.noting(note):
             yield
             _wait(what.device)
     finally:
@@ -112,11 +129,10 @@ def _state_of(optimizers: list[Optimizer]) -> list[Tensor]:
     return [value for value in states if isinstance(value, Tensor)]
 
 
-def _gradients_of(optimizer: Optimizer) -> dict[int, int]:
+def _by_storage(gradients: Iterable[Tensor]) -> dict[int, int]:
     """Address of a storage -> bytes of the gradients in it."""
     found: dict[int, int] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        gradient = local(parameter.grad)
+    for gradient in gradients:
         address = gradient.untyped_storage().data_ptr()
         found[address] = found.get(address, 0) + gradient.nbytes
     return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pretrain.observe.profile_time import GROUPS, HOST, WAITING, Event, spent
+from pretrain.observe.profile_time import GRADIENTS, GROUPS, HOST, WAITING, Event, spent
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Held:
 
     weights: int
     state: int
-    gradients: dict[int, int]
-    """Those of the step, by the address of their storage."""
+    gradients: Sequence[dict[int, int]]
+    """Those that existed at each moment of the step when they were noted, by the address of their storage."""
     peak: int
     on_gpu: bool
 
@@ -53,20 +54,25 @@ def usage_of(events: Sequence[Event], waited: float, held: Held) -> Usage:
 
 def _memory(events: Iterable[Event], start: float, end: float, held: Held) -> dict[str, int]:
     """What the bytes are for, when the step holds the most."""
-    inside = [event for event in events if event.get("name") == "[memory]" and start <= float(event["ts"]) <= end]
-    inside = [event["args"] for event in sorted(inside, key=lambda one: float(one["ts"]))]
-    inside = [change for change in inside if (change["Device Type"] == 1) == held.on_gpu]
-    more, most, at = 0, 0, -1
-    for index, change in enumerate(inside):
+    changes = [(float(event["ts"]), event["args"]) for event in events if event.get("name") == "[memory]"]
+    changes = [change for change in changes if (change[1]["Device Type"] == 1) == held.on_gpu and start <= change[0] <= end]
+    changes.sort(key=lambda change: change[0])
+    more, most, at = 0, 0, start
+    for moment, change in changes:
         more += change["Bytes"]
         if more > most:
-            most, at = more, index
-    born: dict[int, int] = {}
-    for index, change in enumerate(inside):
-        if change["Bytes"] > 0:
-            born[change["Addr"]] = index
-    made = sum(size for address, size in held.gradients.items() if -1 < born.get(address, -1) <= at)
-    kept = sum(size for address, size in held.gradients.items() if address not in born)  # as in the buckets of DDP
+            most, at = more, moment
+    of_gradients: dict[tuple[int, float], int] = {}
+    by_address: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for moment, change in changes:
+        by_address[change["Addr"]].append((moment, change["Bytes"]))
+    for moment, sizes in _noted(events, held.gradients):
+        for address, size in sizes.items():
+            begin, end = _life(by_address[address], moment)
+            if begin <= at < end:
+                of_gradients[address, begin] = max(size, of_gradients.get((address, begin), 0))
+    made = sum(size for (_, begin), size in of_gradients.items() if begin > -math.inf)
+    kept = sum(size for (_, begin), size in of_gradients.items() if begin == -math.inf)  # as in the buckets of DDP
     rest = held.peak - held.weights - held.state - kept - most
     return {
         "weights": held.weights,
@@ -75,6 +81,19 @@ def _memory(events: Iterable[Event], start: float, end: float, held: Held) -> di
         "activations and temporary tensors": most - made,
         "other": max(0, rest),
     }
+
+
+def _noted(events: Iterable[Event], gradients: Sequence[dict[int, int]]) -> Iterator[tuple[float, dict[int, int]]]:
+    """The moments at which gradients were noted, and what they were."""
+    for event in events:
+        if event.get("ph") == "X" and event["name"].startswith(GRADIENTS) and event.get("cat") == "user_annotation":
+            yield float(event["ts"]), gradients[int(event["name"].removeprefix(GRADIENTS))]
+
+
+def _life(changes: Sequence[tuple[float, int]], moment: float) -> tuple[float, float]:
+    """From when to when an address has what it has at a moment. `changes`: when it was given or taken away, and how many bytes."""
+    begin = max((at for at, size in changes if size > 0 and at <= moment), default=-math.inf)
+    return begin, min((at for at, size in changes if size < 0 and at > moment), default=math.inf)
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from typing import Any
 
 Event = dict[str, Any]
 STEP = "pretrain: the step"
+GRADIENTS = "pretrain: gradients "
+"""The beginning of the name of a moment at which gradients were noted, before its number."""
 """The span in the trace that is profiled."""
 COMMUNICATION, WAITING, HOST, OTHER = "communication", "waiting for data", "host", "other operators"
 LOSS, PRODUCTS = "loss", "matrix products"
@@ -106,7 +108,9 @@ def _operators(spans: Sequence[Event], step: Event) -> _Operators:
     """Walk the operators of each thread, in which a caller encloses what it calls."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in spans:
-        if event.get("cat") in ("cpu_op", "user_annotation") and not event["name"].startswith((STEP, *_ASYNCHRONOUS)):
+        if event.get("cat") in ("cpu_op", "user_annotation") and not event["name"].startswith(
+            (STEP, GRADIENTS, *_ASYNCHRONOUS)
+        ):
             threads[event["pid"], event["tid"]].append(event)
     found = _Operators([], {}, defaultdict(int))
     regions: dict[int, str | None] = {}

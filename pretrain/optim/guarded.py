@@ -20,6 +20,8 @@ Number = float | Tensor
 MOST_SHAPES = 24
 """Shapes and numbers of tensors that a function is compiled for, one by one, in a process. `MOST_VERSIONS` has room for them with clipping and without,
 and for versions for any shape."""
+IN_CACHE = 1 << 16
+"""Numbers that a CPU updates at once per thread: what is between two operators stays in its cache."""
 _shapes: dict[Callable, set[tuple]] = {}
 
 
@@ -135,6 +137,17 @@ def bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     torch._foreach_expm1_(powers)
     torch._foreach_neg_(powers)
     return powers
+
+
+def rows_in_cache(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Some rows at a time of matrices of one shape, or some numbers of vectors. A GPU gets them whole."""
+    if tensors[0].is_cuda:
+        yield tensors
+        return
+    tensors = [torch.atleast_1d(tensor) for tensor in tensors]
+    count = max(1, torch.get_num_threads() * IN_CACHE // max(1, tensors[0][:1].numel()))
+    for first in range(0, len(tensors[0]), count):
+        yield [tensor[first : first + count] for tensor in tensors]
 
 
 def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from pretrain.distributed.shards import local
-from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
+from pretrain.optim.guarded import Formats, GuardedOptimizer, Number, in_one_kernel, rows_in_cache, store, widened
+from pretrain.optim.rounding import StackedHashes
 
 
 class Lion(GuardedOptimizer):
@@ -19,12 +21,31 @@ class Lion(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                stored = local(parameter), local(self.state_of(parameter)[0])
-                weight, mean, gradient = (widened(tensor) for tensor in (*stored, local(parameter.grad)))
-                direction = mean.lerp(gradient, 1 - self.betas[0]).sign_()
-                updated = (weight * (1 - group["lr"] * group["weight_decay"])).add_(direction, alpha=-group["lr"])
-                self.write(parameter, stored, (updated, mean.lerp(gradient, 1 - self.betas[1])))
+        for group, device, parameters in self.by_device():
+            rate, left_out = group["lr"], self.left_out(parameters[0])
+            numbers = [*(1 - beta for beta in self.betas), rate, 1 - rate * group["weight_decay"]]
+            if device.type == "cuda":  # compiled for numbers, the update would be compiled anew for each other one
+                numbers = [torch.full((), number, dtype=torch.float32, device=device) for number in numbers]
+            for parameter in parameters:
+                tensors = [local(tensor).data for tensor in (parameter.grad, parameter, *self.state_of(parameter))]
+                hashes = self.hashes([parameter], tensors[1:])
+                for part in rows_in_cache(tensors) if hashes is None else [tensors]:
+                    in_one_kernel(_update_one, part[0])(*part, *numbers, left_out, hashes)
+
+
+def _update_one(
+    gradient: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    sign_share: Number,
+    mean_share: Number,
+    rate: Number,
+    kept: Number,
+    left_out: Tensor | None,
+    hashes: StackedHashes | None,
+) -> None:
+    """Store a weight and its running mean after a step. `sign_share`, `mean_share`: those of the gradient. `kept`: what weight decay leaves."""
+    wide, g = widened(mean), widened(gradient)
+    updated = widened(weight) * kept - wide.lerp(g, sign_share).sign_() * rate
+    for number, (tensor, value) in enumerate(((weight, updated), (mean, wide.lerp(g, mean_share)))):
+        store(tensor, value, left_out, None if hashes is None else (hashes[0][number], hashes[1][number]))

@@ -15,16 +15,20 @@ Each z counts in the mean as the square of its step's share of the peak learning
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from pretrain.distributed.shards import local
-from pretrain.optim.guarded import Formats, GuardedOptimizer, Number, bias_corrections, in_one_kernel, store, widened
-
-CHUNK = 1 << 16
-"""Numbers that a CPU updates at once per thread: what is between two operators stays in its cache."""
+from pretrain.optim.guarded import (
+    Formats,
+    GuardedOptimizer,
+    Number,
+    bias_corrections,
+    in_one_kernel,
+    rows_in_cache,
+    store,
+    widened,
+)
 
 
 class ScheduleFreeAdamW(GuardedOptimizer):
@@ -68,17 +72,9 @@ class ScheduleFreeAdamW(GuardedOptimizer):
         of_each = zip(parameters, means, squares, bias_corrections(self.betas[1], steps), newest, before)
         for p, mean, square, *own in of_each:
             tensors = [local(tensor).data for tensor in (p.grad, p, mean, square)]
-            for part in [tensors] if device.type == "cuda" else _rows(tensors):
+            for part in rows_in_cache(tensors):
                 in_one_kernel(_update_one, part[0])(*part, *own, *numbers, factor, left_out)
         torch._foreach_lerp_(before, [torch.full_like(taken, 1 - self.betas[0])] * count, [taken] * count)
-
-
-def _rows(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Some rows of each matrix at a time, or some numbers of each vector."""
-    tensors = [torch.atleast_1d(tensor) for tensor in tensors]
-    count = max(1, torch.get_num_threads() * CHUNK // max(1, tensors[0][:1].numel()))
-    for first in range(0, len(tensors[0]), count):
-        yield [tensor[first : first + count] for tensor in tensors]
 
 
 def _update_one(

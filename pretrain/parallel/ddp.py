@@ -8,6 +8,8 @@ DDP's buckets have the format of the weights. With weights in bf16 and `precisio
     backward            adds to gradients in fp32, as in one process
     synchronised        each gradient is taken away as soon as it is complete, and DDP finds none; when a bucket is, the hook reduces what was taken
     end of the step     the sums become the gradients
+
+Otherwise gradients of several micro-steps are added up in the buckets. torch would make a second set of gradients beside them, and copy it at the end.
 """
 
 from __future__ import annotations
@@ -34,6 +36,19 @@ def keeps_buckets(config: Config, replicas: int) -> bool:
     return config.run.deterministic and replicas > 2
 
 
+def is_wide(config: Config) -> bool:
+    """Whether gradients have a wider format than weights, and so than buckets."""
+    return config.precision.gradients == "fp32" and config.precision.master == "bf16"
+
+
+def accumulates_in_buckets(config: Config, replicas: int) -> bool:
+    """Whether gradients of micro-steps are added up in the buckets: unless DDP looks for parameters that are not used, and whose gradients
+    then have to stay undefined.
+    """
+    views = config.parallel.ddp.gradient_as_bucket_view
+    return views and not is_wide(config) and not keeps_buckets(config, replicas)
+
+
 class DataParallel:
     """DDP whose reductions sum, deferred to the last micro-step unless `grad_sync: every`."""
 
@@ -43,7 +58,10 @@ class DataParallel:
         self.replicas = mesh.sizes["replicate"]
         self.every = config.parallel.grad_sync == "every"
         self.keep_buckets = keeps_buckets(config, self.replicas)
-        self.is_wide = config.precision.gradients == "fp32" and config.precision.master == "bf16"
+        self.is_wide = is_wide(config)
+        self.in_buckets = accumulates_in_buckets(config, self.replicas)
+        self.views: dict[nn.Parameter, Tensor] = {}
+        """The parts of the buckets that are the gradients."""
         self.taken: dict[nn.Parameter, Tensor] = {}
         """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""
         self.sums: dict[nn.Parameter, Tensor] = {}
@@ -73,10 +91,18 @@ class DataParallel:
     def release(self) -> None:
         return None
 
+    def partial_gradients(self) -> Iterator[Tensor]:
+        yield from self.taken.values()
+        yield from self.sums.values()
+
     def finish_step(self) -> None:
         for parameter, summed in self.sums.items():
             parameter.grad = summed
         self.sums = {}
+        if self.in_buckets:
+            # DDP would do it in the next forward pass, while the old buckets are still in use.
+            self.wrapped.reducer._rebuild_buckets()
+            self.views = {p: p.grad for p in self.wrapped.parameters() if p.grad is not None}
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -86,10 +112,20 @@ class DataParallel:
             earlier = [p.grad for p in self.wrapped.parameters() if p.grad is not None]
             if earlier:
                 torch._foreach_mul_(earlier, 1 / self.replicas)
+        if not self.is_synced:
+            self._begin_in_buckets()
         with nullcontext() if self.is_synced else self.wrapped.no_sync():
             yield
         for parameter in self._wide() if self.is_synced else ():
             parameter.grad = None  # a bucket's
+
+    def _begin_in_buckets(self) -> None:
+        """Make the buckets the gradients, as zeros, unless an earlier micro-step has done so."""
+        forgotten = {p: view for p, view in self.views.items() if p.grad is None}
+        if forgotten:
+            torch._foreach_zero_(list(forgotten.values()))
+        for parameter, view in forgotten.items():
+            parameter.grad = view
 
     def _wide(self) -> Iterator[nn.Parameter]:
         """The parameters whose gradients go past DDP's buckets; none by default."""

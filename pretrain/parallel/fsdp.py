@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import local
 from pretrain.models.layers import Embedding
 from pretrain.models.output_head import OutputHead
 from pretrain.parallel.blocks import DTYPES
@@ -144,12 +145,14 @@ class FullyShard:
             parameter.to_accumulated_grad_if_needed()
 
     def partial_gradients(self) -> Iterator[torch.Tensor]:
-        """What is kept of gradients for the last micro-step of a step: whole sums, or shards that replicas have still to add."""
+        # Whole sums, or shards that replicas have still to add.
         for group in _groups(self.root):
             if group._partial_reduce_output is not None:
                 yield group._partial_reduce_output
-            kept = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
-            yield from (gradient for gradient in kept if gradient is not None)
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)  # which is made by the first gather
+                kept = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
+                yield from (local(gradient) for gradient in kept if gradient is not None)
 
     def _reduce(self) -> None:
         """Reduce what all micro-steps left. torch's pipelines do it so too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
@@ -29,6 +29,9 @@ class Single:
 
     def release(self) -> None:
         return None
+
+    def partial_gradients(self) -> tuple[Tensor, ...]:
+        return ()
 
     def finish_step(self) -> None:
         return None

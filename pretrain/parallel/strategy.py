@@ -18,8 +18,8 @@ target tokens of the whole step, and nothing is averaged after that. `Strategy` 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from pretrain.config.schema import Config
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import local
 from pretrain.models.loss import Losses
 from pretrain.models.width import initial_scales
 from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
@@ -66,6 +67,9 @@ class DataAxes(Protocol):
 
         Under `fsdp` it may be that of a backward alone: pipelines make several forward passes before.
         """
+
+    def partial_gradients(self) -> Iterable[Tensor]:
+        """What is kept of gradients for the last micro-step of a step, beside those of the parameters."""
 
     def finish_step(self) -> None:
         """Synchronise what is left after the last micro-step."""
@@ -157,6 +161,28 @@ class Strategy:
     def _backward(self, last: bool, run: Callable[[], None]) -> None:
         with self.data_axes.micro_step(last=last):
             run()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """This rank's part of all that exists of gradients."""
+        yield from (local(p.grad) for part in self.parts() for p in part.parameters() if p.grad is not None)
+        yield from self.data_axes.partial_gradients()
+
+    @contextmanager
+    def noting(self, note: Callable[[], None]) -> Iterator[None]:
+        """Call `note` after each micro-step."""
+        micro_step = self.data_axes.micro_step
+
+        @contextmanager
+        def noted(last: bool) -> Iterator[None]:
+            with micro_step(last=last):
+                yield
+            note()
+
+        self.data_axes.micro_step = noted
+        try:
+            yield
+        finally:
+            self.data_axes.micro_step = micro_step
 
     def take_wait(self) -> float | None:
         """Seconds that this rank waited for other stages since the last call. None without a pipeline, and on a GPU, where the host does not wait."""

@@ -13,8 +13,7 @@ Left out: what CUDA and NCCL take for themselves (about 1 GB), workspaces of ker
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import Mask, attention_backend
 from pretrain.optim.rules import count_moments
 from pretrain.parallel.collectives import extend
-from pretrain.parallel.fsdp import FullyShard
+from pretrain.parallel.ddp import accumulates_in_buckets
 from pretrain.parallel.layout import FORMAT_BYTES, Layout, plan_layout, take_rest
 from pretrain.parallel.pipeline_order import loss_rank, stages_of
 from pretrain.parallel.stand_in import stand_in
@@ -166,18 +165,9 @@ def measure_rank(config: Config, layout: Layout, ranks: Ranks) -> RankMemory:
 
 def _step_and_note_gradients(strategy: Strategy, step: _Step, counted: Allocations) -> set[int]:
     """The numbers of what FSDP2 keeps of gradients between micro-steps."""
-    noted, axes = set(), strategy.data_axes
-    micro_step = axes.micro_step
-
-    @contextmanager
-    def noting(last: bool) -> Iterator[None]:
-        with micro_step(last=last):
-            yield
-        if isinstance(axes, FullyShard):
-            noted.update(counted.numbers_of(axes.partial_gradients()))
-
-    axes.micro_step = noting
-    strategy.forward_backward(step, 1)
+    noted: set[int] = set()
+    with strategy.noting(lambda: noted.update(counted.numbers_of(strategy.data_axes.partial_gradients()))):
+        strategy.forward_backward(step, 1)
     return noted
 
 
@@ -221,9 +211,10 @@ def _bytes_of_moments(network: nn.Module, config: Config) -> int:
 
 
 def _are_views(config: Config, layout: Layout) -> bool:
-    """Whether gradients lie in DDP's buckets. Those of a micro-step that is not synchronised are made beside them."""
+    """Whether gradients lie in DDP's buckets. Else those of a micro-step that is not synchronised are made beside them."""
     is_synced = layout.micro_steps == 1 or config.parallel.grad_sync == "every"
-    return layout.strategy == "ddp" and config.parallel.ddp.gradient_as_bucket_view and is_synced
+    views = config.parallel.ddp.gradient_as_bucket_view and is_synced
+    return layout.strategy == "ddp" and (views or accumulates_in_buckets(config, layout.replicate))
 
 
 def _bytes_of_buckets(network: nn.Module, config: Config, layout: Layout) -> int:

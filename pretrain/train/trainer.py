@@ -295,14 +295,13 @@ class Trainer:
             return nullcontext()
         from pretrain.observe.profile import Recorded, profiled  # imports the profiler
 
-        weights = [parameter for part in self.strategy.parts() for parameter in part.parameters()]
         ranks, optimizers, means = self.ranks, self.optimizer.optimizers, list(self.optimizer.means.values())
 
         def tell(share: float) -> None:
             self.reporting.communication[number] = share
 
         return profiled(
-            Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, means, tell)
+            Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, self.strategy, optimizers, means, tell)
         )
 
     def _is_due(self, step: int) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pretrain.observe.profile_page import Held, page, usage_of
-from pretrain.observe.profile_time import GROUPS, STEP, group_of
+from pretrain.observe.profile_time import GRADIENTS, GROUPS, STEP, group_of
 
-NOTHING = Held(0, 0, {}, 1, False)
+NOTHING = Held(0, 0, [], 1, False)
 
 
 def span(name: str, start: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_a_moment_on_a_gpu_belongs_to_a_kernel_and_to_a_collective_only_where_no
         span("Memcpy HtoD", 5500, 6500, "gpu_memcpy", tid=8),
         span("triton_poi_fused_mul_0", 7000, 8000, "kernel", tid=7),
     ]  # fmt: skip
-    usage = usage_of(events, 0.0, Held(0, 0, {}, 0, True))
+    usage = usage_of(events, 0.0, Held(0, 0, [], 0, True))
     assert milliseconds(usage) == {
         "norms": 1.0, "matrix products": 3.0, "communication": 0.5, "casts and copies": 1.0, "other operators": 1.0, "host": 3.5,
     }  # fmt: skip
@@ -75,10 +75,11 @@ def test_gradients_and_activations_are_told_apart_at_the_peak():
     events = [
         span(STEP, 0, 100, "user_annotation"),
         allocation(10, 400, 1), allocation(20, 300, 2), allocation(25, 7, 3, device=1),
-        allocation(30, 100, 4), allocation(40, -400, 1), allocation(50, 150, 5), allocation(60, -300, 2), allocation(70, -150, 5),
+        allocation(30, 100, 4), allocation(40, -400, 1), allocation(50, 150, 5),
+        span(f"{GRADIENTS}0", 55, 56, "user_annotation"), allocation(60, -300, 2), allocation(70, -150, 5),
     ]  # fmt: skip
     gradients = {4: 100, 5: 150, 6: 11}  # before the peak, after it, and in a buffer that was there before
-    usage = usage_of(events, 0.0, Held(1000, 2000, gradients, 5000, False))
+    usage = usage_of(events, 0.0, Held(1000, 2000, [gradients], 5000, False))
     assert usage.memory == {
         "weights": 1000, "gradients": 111, "optimizer state": 2000, "activations and temporary tensors": 700, "other": 1189,
     }  # fmt: skip
@@ -86,9 +87,24 @@ def test_gradients_and_activations_are_told_apart_at_the_peak():
     assert "in use" not in page(1, "a.json.gz", usage)
 
 
+def test_gradients_of_a_micro_step_count_while_they_live_also_if_their_address_is_used_before_and_after():
+    """Sums that the last micro-step adds to, and gives back before the optimizer's step."""
+    events = [
+        span(STEP, 0, 100, "user_annotation"),
+        allocation(5, 60, 4), allocation(8, -60, 4),  # an activation, where a gradient will be
+        allocation(10, 40, 4), span(f"{GRADIENTS}0", 12, 13, "user_annotation"),
+        allocation(20, 500, 1), allocation(30, -500, 1),  # the peak
+        allocation(40, -40, 4), allocation(50, 20, 4), span(f"{GRADIENTS}1", 60, 61, "user_annotation"),
+    ]  # fmt: skip
+    usage = usage_of(events, 0.0, Held(0, 0, [{4: 40}, {4: 20}], 1000, False))
+    assert usage.memory == {
+        "weights": 0, "gradients": 40, "optimizer state": 0, "activations and temporary tensors": 500, "other": 460,
+    }  # fmt: skip
+
+
 def test_parts_of_the_memory_that_add_up_to_more_than_was_used_are_said_to_do_so():
     events = [span(STEP, 0, 100, "user_annotation"), allocation(10, 4_000_000, 1)]
-    usage = usage_of(events, 0.0, Held(1_000_000, 2_000_000, {}, 5_500_000, False))
+    usage = usage_of(events, 0.0, Held(1_000_000, 2_000_000, [], 5_500_000, False))
     assert sum(usage.memory.values()) == 7_000_000
     assert "At most 5.5 MB were in use." in page(1, "a.json.gz", usage)
 

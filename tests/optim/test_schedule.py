@@ -121,7 +121,7 @@ def test_an_exponential_decay_falls_by_equal_ratios_to_the_least_rate():
 
 
 def test_stages_follow_each_other():
-    stages = [RateStage(100, 1.0, "constant"), RateStage(200, 0.2, "linear"), RateStage(100, 0.05, "exponential"), RateStage(50, 0.5, "cosine"), RateStage(9, 0.3, "constant")]  # fmt: skip
+    stages = [RateStage(100, 1.0, "constant"), RateStage(200, 0.2, "linear"), RateStage(100, 0.05, "exponential"), RateStage(50, 0.5, "cosine"), RateStage(9, 0.3, "constant"), RateStage(100, 0.1, "1-sqrt")]  # fmt: skip
 
     def of(step: int) -> float:
         return rate(step, name="piecewise", warmup_steps=40, stages=stages) / PEAK
@@ -130,7 +130,8 @@ def test_stages_follow_each_other():
     assert of(240) == pytest.approx(0.6) and of(340) == pytest.approx(0.2)
     assert of(390) == pytest.approx(0.1) and of(440) == pytest.approx(0.05)  # the root of 0.2 * 0.05
     assert of(465) == pytest.approx(0.275) and of(490) == pytest.approx(0.5)
-    assert {of(step) for step in (491, 499, 500, 1000)} == {0.3}
+    assert {of(step) for step in (491, 499)} == {0.3}
+    assert of(524) == pytest.approx(0.2) and {of(step) for step in (599, 1000)} == {0.1}  # half of the way after a quarter of the steps
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from running import (
     losses,
     run_main,
     some_slow,
+    state_of,
     train,
 )
 
@@ -106,6 +107,19 @@ def test_a_changed_batch_and_a_warm_up_in_tokens_are_refused_once_with_the_steps
     run = train(pool, 1, config_file, *larger, "schedule.warmup_steps=8", "schedule.decay_steps=2")
     rates = [record["lr"] / 3e-3 for record in read_metrics(run)]
     assert rates[:4] == pytest.approx([5 / 8, 6 / 8, 7 / 8, 1])
+
+
+@pytest.mark.parametrize("stable", ["schedule={name: wsd, warmup_steps: 2, decay_steps: 1, min_ratio: 0}", "schedule={name: constant, warmup_steps: 2}"])
+def test_a_decay_from_the_middle_of_a_run_is_that_of_a_run_planned_so(pool, config_file, stable):
+    decay = ("schedule={name: wsd, warmup_steps: 2, decay_steps: 3, min_ratio: 0}", "run.steps=7", "log.every_steps=1")
+    planned = train(pool, 1, config_file, "run.name=planned", *decay)
+    run = train(pool, 1, config_file, "run.steps=12", stable, "log.every_steps=1", "checkpoint={every_steps: 4, keep_last: 0}")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    branch = train(pool, 1, config_file, "run.name=branch", f"run.resume={run / 'checkpoints' / 'step-00000004'}", *decay)
+    assert losses(branch) == losses(planned)[-3:]
+    states = state_of(branch, 7), state_of(planned, 7)
+    assert all(states[0][name].equal(states[1][name]) for name in states[1])
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(config_file):

@@ -45,8 +45,12 @@ class Case:
         own = dict(override.split("=", 1) for override in self.overrides)
         return any(own.get(f"parallel.{axis}", "1") != "1" for axis in ("tensor", "context", "expert"))
 
+    def arguments(self, config: Path, overrides: list[str]) -> list[str]:
+        """Those of pretrain/run.py. The layout's own overrides come last: the others may set the micro-batch of another layout."""
+        return ["--config", str(config), *overrides, *self.overrides]
+
     def command(self, config: Path, overrides: list[str]) -> list[str]:
-        script = [str(SCRIPT), "--config", str(config), *self.overrides, *overrides]
+        script = [str(SCRIPT), *self.arguments(config, overrides)]
         if self.processes == 1:
             return [sys.executable, *script]
         if self.launcher == "torchrun":

@@ -46,8 +46,7 @@ def check(pool, tmp_path, prepared, capsys):
     """`check(preset, *arguments)`: exit code and standard output of the tool, whose layouts run on ranks that are alive."""
 
     def start(case, config, overrides):
-        arguments = ["--config", str(config), *case.overrides, *overrides]
-        for code, printed in pool.launch(case.processes, run_measured, arguments):
+        for code, printed in pool.launch(case.processes, run_measured, case.arguments(config, overrides)):
             if code:
                 raise TrainingError(f"{case.name}: {printed}")
 
@@ -101,6 +100,19 @@ FOUR_RANKS = (
     "strategy=fsdp shard=1 pipeline=4 pipeline_schedule=gpipe", "strategy=fsdp shard=2 pipeline=2 pipeline_schedule=zero_bubble",
     "strategy=fsdp replicate=2 pipeline=2 pipeline_schedule=zero_bubble_v",
 )  # fmt: skip
+
+
+def test_a_layout_has_its_own_micro_batches_whatever_the_configuration_says(check, prepared, tmp_path):
+    """The configuration's came later and won: single processes had one micro-step each, and were compared with themselves."""
+    layouts = ("--layouts", "strategy=ddp replicate=2", "strategy=fsdp shard=2 micro_sequences=2")
+    given = (*of_data(prepared, "llama"), "batch={sequences: 32, micro_sequences: 32}", "parallel.strategy=single")
+    code, printed = check(PRESETS / "llama3.1-8b.yaml", *given, "--ranks", "2", "--shrink", *layouts)
+    assert code == 0, printed
+    found = {name: int(count) for name, count in re.findall(r"^\| (single.*?|strategy=.*?) \| fp32 \| (\d+) \|", printed, re.MULTILINE)}
+    assert found == {
+        "single, accumulation 4": 4, "single, accumulation 8": 8, "strategy=ddp replicate=2": 2, "strategy=fsdp shard=2 micro_sequences=2": 4,
+    }  # fmt: skip
+    assert "batch.micro_sequences=16" in printed  # what makes the model small says so
 
 
 @pytest.mark.slow

@@ -155,8 +155,10 @@ def test_the_state_is_divided_by_the_ranks_that_share_it_and_replicas_hold_all_o
     of_norms = 4 * 17 * 512  # two in each layer and one at the end, which FSDP2 leaves whole
     assert alone.weights == replicated.weights == 4 * whole.parameters == 4 * (shared.weights - of_norms) + of_norms
     assert alone.moments == 2 * alone.weights and shared.moments == 2 * shared.weights
-    assert replicated.buffers == replicated.gradients == alone.gradients and alone.buffers == 0
-    assert alone.activations == replicated.activations
+    assert replicated.gradients == alone.gradients and alone.buffers == replicated.buffers == 0  # DDP's buckets are the gradients
+    beside = of_model("llama-60m", 2, 2, *SMALL, DDP[0], "parallel.ddp.gradient_as_bucket_view=false", ranks=4, length=512)
+    assert beside.buffers == beside.gradients == alone.gradients
+    assert alone.activations == replicated.activations == beside.activations
 
 
 def test_gradients_that_come_while_activations_go_are_not_counted_beside_them():

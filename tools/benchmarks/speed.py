@@ -219,9 +219,9 @@ def _target_tokens(trainer: Trainer, batch: StepBatch) -> int:
 
 def _profile(trainer: Trainer, folder: Path) -> None:
     batch, number = trainer.loader.read(trainer.progress.samples), trainer.progress.step + 1
-    ranks, weights = trainer.ranks, [parameter for part in trainer.strategy.parts() for parameter in part.parameters()]
-    optimizer, tokens = trainer.optimizer, _target_tokens(trainer, batch)
-    with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, weights, optimizer.optimizers, list(optimizer.means.values()))):
+    ranks, optimizer, tokens = trainer.ranks, trainer.optimizer, _target_tokens(trainer, batch)
+    means = list(optimizer.means.values())
+    with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, trainer.strategy, optimizer.optimizers, means)):
         trainer.step(batch, tokens)
 
 

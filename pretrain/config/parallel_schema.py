@@ -15,7 +15,10 @@ class DDP:
     bucket_mb: float = key(
         25.0, "Gradients are reduced in buckets of this size, MiB, while backward goes on.", gt=0, le=1_000_000
     )
-    gradient_as_bucket_view: bool = key(True, "Let gradients be views of the buckets: saves a copy of the gradients.")
+    gradient_as_bucket_view: bool = key(
+        True,
+        "Let gradients be views of the buckets, also those of micro-steps that are added up: saves a second set of gradients.",
+    )
 
 
 @dataclass

@@ -113,6 +113,7 @@ def test_a_layout_has_its_own_micro_batches_whatever_the_configuration_says(chec
         "single, accumulation 4": 4, "single, accumulation 8": 8, "strategy=ddp replicate=2": 2, "strategy=fsdp shard=2 micro_sequences=2": 4,
     }  # fmt: skip
     assert "batch.micro_sequences=16" in printed  # what makes the model small says so
+    assert re.search(r"^\| strategy=ddp replicate=2 \|.* \| equal \|$", printed, re.MULTILINE)  # no more memory than one process: buckets are the gradients
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ Nothing is guessed: the result is a list of overrides, which is checked like any
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -68,6 +69,9 @@ def _run(given: Config, length: int) -> dict[str, Any]:
         "schedule.decay_steps": (schedule.decay_steps, schedule.decay_steps and 1),
         "schedule.warmup_by_tokens": (schedule.warmup_by_tokens, None),
         "schedule.decay_by_tokens": (schedule.decay_by_tokens, None),
+        "schedule.stages": tuple(
+            [dataclasses.asdict(stage) | plain for stage in schedule.stages] for plain in ({}, {"by_tokens": None})
+        ),
         "validation.every_steps": (given.validation.every_steps, 0),
     }
     return {key: small for key, (before, small) in values.items() if small != before}

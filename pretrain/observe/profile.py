@@ -72,7 +72,7 @@ def profiled(what: Recorded) -> Iterator[None]:
 
     def note(*_: object) -> None:
         with record_function(f"{GRADIENTS}{len(gradients)}"):
-            gradients.append(_by_storage(what.strategy.gradients()))
+            gradients.append(_by_storage(x for x in what.strategy.gradients() if x.device.type == what.device.type))
 
     counting = register_optimizer_step_pre_hook(note)
     parameters = [parameter for part in what.strategy.parts() for parameter in part.parameters()]

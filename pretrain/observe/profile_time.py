@@ -19,9 +19,9 @@ from typing import Any
 
 Event = dict[str, Any]
 STEP = "pretrain: the step"
+"""The span in the trace that is profiled."""
 GRADIENTS = "pretrain: gradients "
 """The beginning of the name of a moment at which gradients were noted, before its number."""
-"""The span in the trace that is profiled."""
 COMMUNICATION, WAITING, HOST, OTHER = "communication", "waiting for data", "host", "other operators"
 LOSS, PRODUCTS = "loss", "matrix products"
 GROUPS = (

@@ -140,7 +140,7 @@ def bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
 
 
 def rows_in_cache(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Some rows at a time of matrices of one shape, or some numbers of vectors. A GPU gets them whole."""
+    """Some rows at a time of tensors of one shape, cut along their first dimension. A GPU gets them whole."""
     if tensors[0].is_cuda:
         yield tensors
         return

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
@@ -62,6 +63,9 @@ class DataParallel:
         self.in_buckets = accumulates_in_buckets(config, self.replicas)
         self.views: dict[nn.Parameter, Tensor] = {}
         """The parts of the buckets that are the gradients."""
+        self.reached: set[nn.Parameter] = set()
+        self.hooks: list[RemovableHandle] = []
+        """They note, in the first step, which parameters get a gradient."""
         self.taken: dict[nn.Parameter, Tensor] = {}
         """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""
         self.sums: dict[nn.Parameter, Tensor] = {}
@@ -72,6 +76,9 @@ class DataParallel:
         network.to_empty(device=self.device)
         fill(network)
         options = self.config.parallel.ddp
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad] if self.in_buckets else []
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)  # which DDP moves into its buckets
         self.wrapped = DistributedDataParallel(
             network,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -79,6 +86,9 @@ class DataParallel:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             find_unused_parameters=self.keep_buckets,
         )
+        self.views = {parameter: parameter.grad for parameter in trained}
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
+        network.zero_grad()
         if self.is_wide:
             for parameter in self._wide():
                 parameter.grad_dtype = torch.float32
@@ -99,10 +109,20 @@ class DataParallel:
         for parameter, summed in self.sums.items():
             parameter.grad = summed
         self.sums = {}
-        if self.in_buckets:
-            # DDP would do it in the next forward pass, while the old buckets are still in use.
+        if self.hooks:
+            self._end_first_step()
+
+    def _end_first_step(self) -> None:
+        """Let DDP rebuild its buckets, which it would do in the next forward pass, beside the old ones and activations."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        untrained = self.views.keys() - self.reached
+        for parameter in untrained:
+            parameter.grad = None  # not zeros: the training loop looks for it
+        if not untrained:  # else DDP would say that it has not finished
             self.wrapped.reducer._rebuild_buckets()
-            self.views = {p: p.grad for p in self.wrapped.parameters() if p.grad is not None}
+            self.views = {parameter: parameter.grad for parameter in self.views}
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:

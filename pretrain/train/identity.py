@@ -7,6 +7,7 @@ Two things are compared. The *identity* (`Plan.identity`) is the model, the opti
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import re
@@ -100,6 +101,7 @@ def differences(saved: dict[str, Any], own: Config) -> list[str]:
 
 def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Change]:
     """The keys whose change since `step` needs consent, because the next steps would be computed differently."""
+    saved = _by_steps(saved, own.schedule)
     before, after = ({leaf.path: leaf for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
     changed = [(old, new) for old, new in both if (old and old.value) != (new and new.value)]
@@ -112,6 +114,17 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
             text = consequence if leaf.resume == "schedule" else ""
             found.append(Change(leaf.path, old and old.value, new and new.value, leaf.key, text or ""))
     return found
+
+
+def _by_steps(saved: dict[str, Any], own: Schedule) -> dict[str, Any]:
+    """The record of an earlier version, which did not know rates by tokens, as it says today that there were none."""
+    schedule = dict(saved.get("schedule", {}))
+    for name in ("warmup_by_tokens", "decay_by_tokens"):
+        if getattr(own, name):
+            schedule.setdefault(name, False)
+    both = itertools.zip_longest(schedule.get("stages", []), own.stages[: len(schedule.get("stages", []))])
+    schedule["stages"] = [{"by_tokens": False, **old} if new is not None and new.by_tokens else old for old, new in both]
+    return {**saved, "schedule": schedule}
 
 
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:

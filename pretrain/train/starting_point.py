@@ -25,6 +25,7 @@ from pretrain.distributed.joining import Meeting
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError, LaunchError
 from pretrain.models.families import family_of
+from pretrain.optim.schedule import goes_by_tokens
 from pretrain.parallel.blocks import DTYPES
 from pretrain.train.identity import IN_STEPS, check_changes, check_model, differences, identity_changes, setting_changes
 from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
@@ -145,7 +146,8 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     """Raise ConfigError if steps before the checkpoint had another batch than numbers of tokens are counted with."""
     step, taken = choice.state["step"], choice.state["samples"]
     counted = plan.data.samples_after(0, step)
-    if not plan.tokens or counted == taken:
+    by_tokens = goes_by_tokens(plan.config.schedule)
+    if counted == taken or not (plan.tokens or by_tokens):
         return
     schedule, length = plan.config.schedule, plan.config.data.sequence_length
     found = {
@@ -155,9 +157,9 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     if "run.tokens" in plan.tokens:
         found["run.tokens"] = batch_schedule(plan.config).step_of(-(-plan.tokens["run.tokens"] // length) - 1, taken, step)
     steps = [f"{IN_STEPS[key]}={found[key]} in place of {key}" for key in plan.tokens if found.get(key) is not None]
-    given = " and ".join(f"{key}={tokens}" for key, tokens in plan.tokens.items())
+    given = " and ".join(f"{key}={tokens}" for key, tokens in plan.tokens.items()) or "a schedule that goes by tokens"
     raise ConfigError(
-        f"{given} count{'s' if len(plan.tokens) == 1 else ''} {counted} samples in the first {step} steps, as the batch is now, and {choice.path} "
+        f"{given} count{'s' if len(plan.tokens) <= 1 else ''} {counted} samples in the first {step} steps, as the batch is now, and {choice.path} "
         f"has taken {taken}; count in steps from here on{': ' if steps else ''}{', '.join(steps)}{_as_stage(plan, saved, step, taken)}"
     )
 
@@ -167,7 +169,7 @@ def _as_stage(plan: Plan, saved: dict[str, Any], step: int, taken: int) -> str:
     sequences, size = saved.get("batch", {}).get("sequences"), plan.config.batch.sequences
     if plan.config.batch.ramp or step * (sequences or 0) != taken:
         return ""
-    return f"; or keep the tokens, with batch.ramp=[{{until_tokens: {taken * plan.config.data.sequence_length}, sequences: {sequences}}}] before batch.sequences={size}"
+    return f"; or keep the tokens: batch.ramp=[{{until_tokens: {taken * plan.config.data.sequence_length}, sequences: {sequences}}}] and batch.sequences={size}"
 
 
 def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:

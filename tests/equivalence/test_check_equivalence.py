@@ -266,6 +266,11 @@ def test_what_cannot_be_made_small_is_refused(config_file, tmp_path):
         chosen(config_file, [f"run.init_from={tmp_path}"], None, 2, shrink=True)
 
 
+def test_a_schedule_by_tokens_is_made_small_without_its_ramp(config_file):
+    staged = ["schedule={name: piecewise, warmup_steps: 0, stages: [{steps: 4, ratio: 0.5, by_tokens: true}]}", "batch.ramp=[{until_tokens: 512, sequences: 4}]"]
+    assert "batch.ramp=[]" in chosen(config_file, staged, None, 2, shrink=True).overrides
+
+
 # ---- what is set for another layout, and where runs are kept ----------------------------------------------------------------
 
 OF_OTHER_LAYOUTS = (

@@ -184,7 +184,7 @@ def test_another_configuration_is_another_run_and_says_where(hf_config_file, tmp
 
 @pytest.mark.parametrize(
     "layout",
-    [["parallel.strategy=single"], pytest.param(["parallel.strategy=ddp"], marks=pytest.mark.slow), ["parallel.strategy=fsdp"]],
+    [["parallel.strategy=single"], ["parallel.strategy=ddp"], ["parallel.strategy=ddp", "batch.micro_sequences=1"], ["parallel.strategy=fsdp"]],
 )
 def test_weights_without_a_gradient_are_named_at_the_first_step(pool, hf_config_file, tmp_path, layout):
     """M-D6: DeepSeek-V4's compressors see nothing of sequences shorter than their stretch; the run went on until its first save."""

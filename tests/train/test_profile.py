@@ -60,18 +60,20 @@ def test_a_profiled_step_leaves_traces_and_a_page_and_computes_the_same(pool, co
 
 
 def test_gradients_of_earlier_micro_steps_are_no_activations(pool, config_file):
-    """With `grad_sync: last`, FSDP2 keeps whole sums until the last micro-step. torch's DDP would make a second set of gradients beside its buckets."""
+    """Also in the first step. With `grad_sync: last`, FSDP2 keeps whole sums until the last micro-step. torch's DDP would make a second set of gradients beside its buckets."""
 
-    def memory(strategy: str) -> dict[str, float]:
-        asked = (f"parallel.strategy={strategy}", *["parallel.grad_sync=last"][: strategy != "single"], f"run.name={strategy}")
-        run = train(pool, 1 if strategy == "single" else 2, config_file, *SHORT, PROFILE, "batch.micro_sequences=1", "model.ffn_dim=2048", *asked)
-        page = (run / "profile" / "step-00000002.md").read_text()
+    def memory(strategy: str, step: int = 2) -> dict[str, float]:
+        asked = (f"parallel.strategy={strategy}", *["parallel.grad_sync=last"][: strategy != "single"], f"run.name={strategy}{step}")
+        run = train(pool, 1 if strategy == "single" else 2, config_file, *SHORT, f"log.profile=[{step}]", "batch.micro_sequences=1", "model.ffn_dim=2048", *asked)
+        page = (run / "profile" / f"step-0000000{step}.md").read_text()
         return {name: cells(page, name)[0] for name in ("weights", "gradients", "activations and temporary tensors")}
 
     single, ddp, fsdp = (memory(strategy) for strategy in ("single", "ddp", "fsdp"))
     whole = single["weights"]
     assert single["gradients"] == ddp["gradients"] == whole > 1.5
     assert ddp["activations and temporary tensors"] == pytest.approx(single["activations and temporary tensors"], rel=0.15)
+    first, ddp_first = memory("single", 1), memory("ddp", 1)
+    assert ddp_first["activations and temporary tensors"] == pytest.approx(first["activations and temporary tensors"], rel=0.15)
     assert whole * 0.9 <= fsdp["gradients"] <= whole * 1.05  # at the peak some are reduced already
 
 

@@ -71,7 +71,7 @@ def test_a_run_counted_in_tokens_is_not_miscounted_when_its_batch_changes(pool, 
         [(code, printed)] = pool.launch(1, run_main, str(config_file), *larger, f"run.tokens={tokens}")
         assert code == 2, printed
         assert f"run.tokens={tokens} counts 64 samples in the first 4 steps, as the batch is now, and " in printed
-        assert "has taken 32; count in steps from here on: run.steps=6 in place of run.tokens; or keep the tokens, with batch.ramp=[" in printed
+        assert "has taken 32; count in steps from here on: run.steps=6 in place of run.tokens; or keep the tokens: batch.ramp=[" in printed
     run = train(pool, 1, config_file, *larger, "run.steps=6")
     assert read_metrics(run)[-1]["tokens"] >= 2048 > read_metrics(run)[-2]["tokens"]
 
@@ -83,11 +83,22 @@ def test_a_larger_batch_in_mid_run_becomes_a_stage_as_the_error_says_and_tokens_
     linear = ("run.name=parts", *linear)
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *linear, "batch.sequences=16")
     assert code == 2
-    stage, size = re.search(r"or keep the tokens, with (batch.ramp=\[.*\]) before (batch.sequences=16)", printed).groups()
+    stage, size = re.search(r"or keep the tokens: (batch.ramp=\[.*\]) and (batch.sequences=16)", printed).groups()
     consent = "run.accept_changes=[batch.sequences,batch.ramp.0.until_tokens,batch.ramp.0.sequences]"
     records = read_metrics(train(pool, 1, config_file, *linear, stage, size, consent))
     assert [record["tokens"] for record in records] == [1536, 2048, 2560, 3072]
     assert [record["lr"] / 3e-3 for record in records] == pytest.approx([1 - record["tokens"] / 3072 for record in records])
+
+
+def test_a_rate_by_tokens_with_lengths_in_steps_is_refused_where_the_past_had_other_batches(pool, config_file):
+    """It was computed from tokens that the run had not consumed."""
+    decay = ("schedule={name: wsd, warmup_steps: 0, decay_steps: 8, decay_by_tokens: true}", "run.steps=10", "batch.micro_sequences=4")
+    train(pool, 1, config_file, *decay, "run.steps=8", "batch={sequences: 8, ramp: [{until_tokens: 512, sequences: 4}]}", "run.name=run")
+    larger = ("batch={sequences: 16, ramp: [{until_tokens: 512, sequences: 4}]}", "run.accept_changes=[batch.sequences,run.steps]")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *decay, *larger)
+    assert code == 2
+    assert "a schedule that goes by tokens counts 80 samples in the first 8 steps, as the batch is now, and " in printed
+    assert "has taken 48; count in steps from here on" in printed
 
 
 def test_a_changed_batch_and_a_warm_up_in_tokens_are_refused_once_with_the_steps_that_keep_the_past(pool, config_file):

@@ -407,7 +407,8 @@ def compare_with_whole_tensors(config_file: str, *overrides: str) -> dict[str, t
 
 
 MODEL = ("model.family=custom", "model.vocab_size=264", "model.layers=3", "model.kv_heads=2", EXPERTS)
-CASES = {f"{name}, {layout}": (name, layout, *PURE) for name in OPTIMIZERS if name != "adafactor" for layout in LAYOUTS}
+STORES_BF16 = [name for name in OPTIMIZERS if name not in ("adafactor", "schedule_free_adamw")]
+CASES = {f"{name}, {layout}": (name, layout, *PURE) for name in STORES_BF16 for layout in LAYOUTS}
 CASES |= {f"8bit, {layout}": ("adamw", layout, *PURE, "precision.moments=8bit") for layout in LAYOUTS}
 QUICK = ("8bit, fsdp 2 x tensor 2, expert 2", "adamw, ddp 2", "muon, ddp 2", "lion, fsdp 2 x pipeline 2")
 

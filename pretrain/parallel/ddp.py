@@ -43,9 +43,7 @@ def is_wide(config: Config) -> bool:
 
 
 def accumulates_in_buckets(config: Config, replicas: int) -> bool:
-    """Whether gradients of micro-steps are added up in the buckets: unless DDP looks for parameters that are not used, and whose gradients
-    then have to stay undefined.
-    """
+    """Whether gradients of micro-steps are added up in the buckets. Not where DDP looks for unused parameters: their gradients stay undefined."""
     views = config.parallel.ddp.gradient_as_bucket_view
     return views and not is_wide(config) and not keeps_buckets(config, replicas)
 

@@ -157,6 +157,8 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     if "run.tokens" in plan.tokens:
         found["run.tokens"] = batch_schedule(plan.config).step_of(-(-plan.tokens["run.tokens"] // length) - 1, taken, step)
     steps = [f"{IN_STEPS[key]}={found[key]} in place of {key}" for key in plan.tokens if found.get(key) is not None]
+    if not plan.tokens:
+        steps = ["by_tokens=false in the schedule"]
     given = " and ".join(f"{key}={tokens}" for key, tokens in plan.tokens.items()) or "a schedule that goes by tokens"
     raise ConfigError(
         f"{given} count{'s' if len(plan.tokens) <= 1 else ''} {counted} samples in the first {step} steps, as the batch is now, and {choice.path} "

@@ -98,7 +98,7 @@ def test_a_rate_by_tokens_with_lengths_in_steps_is_refused_where_the_past_had_ot
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *decay, *larger)
     assert code == 2
     assert "a schedule that goes by tokens counts 80 samples in the first 8 steps, as the batch is now, and " in printed
-    assert "has taken 48; count in steps from here on" in printed
+    assert "has taken 48; count in steps from here on: by_tokens=false in the schedule" in printed
 
 
 def test_a_changed_batch_and_a_warm_up_in_tokens_are_refused_once_with_the_steps_that_keep_the_past(pool, config_file):

@@ -7,6 +7,7 @@ the mean training loss of the last 50 steps, and the median time of a step.
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -20,19 +21,18 @@ OPTIONS = ["--config", "configs/quickstart.yaml", "parallel.strategy=single", "r
 BF16 = "precision.compute=bf16"
 MASTER, MOMENTS, EIGHT = "precision.master=bf16", "precision.moments=bf16", "precision.moments=8bit"
 FORMATS = {
-    "fp32": (16, ()),
-    "bf16, stored in fp32": (16, (BF16,)),
-    "bf16, moments too": (12, (BF16, MOMENTS)),
-    "bf16, weights too": (12, (BF16, MASTER)),
-    "bf16, weights and moments too": (8, (BF16, MASTER, MOMENTS)),
-    "bf16, weights and moments too, gradients in fp32": (10, (BF16, MASTER, MOMENTS, "precision.gradients=fp32")),
-    "bf16, moments in 8 bits": (10, (BF16, EIGHT)),
-    "bf16, weights too, moments in 8 bits": (6, (BF16, MASTER, EIGHT)),
-    "fp8 tensorwise": (16, (BF16, "precision.fp8=tensorwise")),
-    "fp8 rowwise": (16, (BF16, "precision.fp8=rowwise")),
-    "fp8 mxfp8": (16, (BF16, "precision.fp8=mxfp8")),
+    "fp32": (),
+    "bf16, stored in fp32": (BF16,),
+    "bf16, moments too": (BF16, MOMENTS),
+    "bf16, weights too": (BF16, MASTER),
+    "bf16, weights and moments too": (BF16, MASTER, MOMENTS),
+    "bf16, weights and moments too, gradients in fp32": (BF16, MASTER, MOMENTS, "precision.gradients=fp32"),
+    "bf16, moments in 8 bits": (BF16, EIGHT),
+    "bf16, weights too, moments in 8 bits": (BF16, MASTER, EIGHT),
+    "fp8 tensorwise": (BF16, "precision.fp8=tensorwise"),
+    "fp8 rowwise": (BF16, "precision.fp8=rowwise"),
+    "fp8 mxfp8": (BF16, "precision.fp8=mxfp8"),
 }
-"""By name: bytes per parameter, without copies, and overrides."""
 WINDOW, LAST = 10, 50  # steps whose mean a point of a curve is, and the last number of the table
 
 
@@ -43,23 +43,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(2) as two:
-        records = dict(zip(FORMATS, two.map(lambda name: run(name, arguments.steps, arguments.seed), FORMATS)))
+        done = dict(zip(FORMATS, two.map(lambda name: run(name, arguments.steps, arguments.seed), FORMATS)))
+    bytes_of, records = ({name: result[part] for name, result in done.items()} for part in (0, 1))
     for name, lines in records.items():
         seconds = statistics.median(line["step_seconds"] for line in lines)
         loss = statistics.fmean(line["loss"] for line in lines[-LAST:])
-        print(f"| {name} | {FORMATS[name][0]} | {lines[-1]['validation']['stdlib']:.3f} | {loss:.3f} | {seconds:.2f} |")
+        print(f"| {name} | {bytes_of[name]} | {lines[-1]['validation']['stdlib']:.3f} | {loss:.3f} | {seconds:.2f} |")
     draw({name: [line["loss"] for line in lines] for name, lines in records.items()}, arguments.output)
     print(arguments.output)
     return 0
 
 
-def run(name: str, steps: int, seed: int) -> list[dict]:
+def run(name: str, steps: int, seed: int) -> tuple[str, list[dict]]:
+    """The bytes per parameter that a run says it takes, and its records."""
     folder = f"formats-{seed}-" + name.replace(", ", "-").replace(" ", "-")
     shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
-    command = [sys.executable, "pretrain/run.py", *OPTIONS, f"run.name={folder}", f"run.steps={steps}", f"run.seed={seed}", *FORMATS[name][1]]
+    command = [sys.executable, "pretrain/run.py", *OPTIONS, f"run.name={folder}", f"run.steps={steps}", f"run.seed={seed}", *FORMATS[name]]
     print(" ".join(command), flush=True)
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (ROOT / "runs" / folder / "metrics.jsonl").read_text().splitlines()]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(command, cwd=ROOT, env=threads, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+    return re.search(r"\((\d+) bytes per parameter", printed).group(1), [json.loads(line) for line in (ROOT / "runs" / folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:

@@ -9,7 +9,8 @@ DDP's buckets have the format of the weights. With weights in bf16 and `precisio
     synchronised        each gradient is taken away as soon as it is complete, and DDP finds none; when a bucket is, the hook reduces what was taken
     end of the step     the sums become the gradients
 
-Otherwise gradients of several micro-steps are added up in the buckets. torch would make a second set of gradients beside them, and copy it at the end.
+Otherwise the first micro-step moves each gradient into its bucket, and later ones add to it there. torch would make a second set of gradients beside the
+buckets, and copy it at the end.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class DataParallel:
         self.reached: set[nn.Parameter] = set()
         self.hooks: list[RemovableHandle] = []
         """They note, in the first step, which parameters get a gradient."""
+        self.moved: list[RemovableHandle] = []
+        """They move the gradients of a step's first micro-step into the buckets."""
         self.taken: dict[nn.Parameter, Tensor] = {}
         """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""
         self.sums: dict[nn.Parameter, Tensor] = {}
@@ -130,20 +133,17 @@ class DataParallel:
             earlier = [p.grad for p in self.wrapped.parameters() if p.grad is not None]
             if earlier:
                 torch._foreach_mul_(earlier, 1 / self.replicas)
-        if not self.is_synced:
-            self._begin_in_buckets()
+        if self.views and not self.is_synced and not self.moved:
+            self.moved = [parameter.register_post_accumulate_grad_hook(self._into_bucket) for parameter in self.views]
         with nullcontext() if self.is_synced else self.wrapped.no_sync():
             yield
         for parameter in self._wide() if self.is_synced else ():
             parameter.grad = None  # a bucket's
 
-    def _begin_in_buckets(self) -> None:
-        """Make the buckets the gradients, as zeros, unless an earlier micro-step has done so."""
-        forgotten = {p: view for p, view in self.views.items() if p.grad is None}
-        if forgotten:
-            torch._foreach_zero_(list(forgotten.values()))
-        for parameter, view in forgotten.items():
-            parameter.grad = view
+    def _into_bucket(self, parameter: nn.Parameter) -> None:
+        """Make the bucket the gradient of a parameter, which has got its first one in this step."""
+        if not self.is_synced and parameter.grad is not (view := self.views[parameter]):
+            parameter.grad = view.copy_(parameter.grad)
 
     def _wide(self) -> Iterator[nn.Parameter]:
         """The parameters whose gradients go past DDP's buckets; none by default."""

@@ -15,7 +15,7 @@ from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding, Linear
-from pretrain.models.width import Kind, kind_of
+from pretrain.models.width import kind_of, update_scale
 
 T = TypeVar("T")
 NAMES_SHOWN = 6
@@ -97,7 +97,7 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
         decay = config.weight_decay if decays else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        own = 1.0 if kind_of(name, parameters[name].dim()) is Kind.INPUT else share
+        own = update_scale(kind_of(name, parameters[name].dim()), optimizer, share)
         rows = fused.get(id(parameters[name]), ()) if optimizer == "muon" else ()
         found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own, rows)
     return found

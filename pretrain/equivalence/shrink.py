@@ -43,7 +43,7 @@ def shrunk(given: Config, complete: Config, vocabulary: int, ranks: int) -> list
     overrides = {f"model.{name}": value for name, value in values.items() if value != before[name]}
     if given.model.head_dim is None and not model.latent.kv_rank and small.dim == small.heads * small.head_dim:
         overrides.pop("model.head_dim", None)
-    return [f"{key}={json.dumps(value)}" for key, value in (overrides | _run(given, length)).items()]
+    return [f"{key}={json.dumps(value)}" for key, value in (overrides | _run(given, complete, length)).items()]
 
 
 def _refuse(given: Config) -> None:
@@ -55,22 +55,27 @@ def _refuse(given: Config) -> None:
         )
 
 
-def _run(given: Config, length: int) -> dict[str, Any]:
-    """The overrides outside the model."""
-    sequences, schedule = min(SEQUENCES, given.batch.sequences), given.schedule
+def _run(given: Config, complete: Config, length: int) -> dict[str, Any]:
+    """The overrides outside the model. Lengths in tokens become steps, which they are in the complete configuration."""
+    sequences, schedule, steps = min(SEQUENCES, given.batch.sequences), given.schedule, complete.schedule
+    warmup, a_step = min(1, steps.warmup_steps), {"steps": 1, "tokens": None, "by_tokens": None}
     values: dict[str, tuple[Any, Any]] = {
         "data.sequence_length": (given.data.sequence_length, length),
         "batch.sequences": (given.batch.sequences, sequences),
         "batch.micro_sequences": (given.batch.micro_sequences, sequences),
         "batch.ramp": (given.batch.ramp, []),
         "batch.lengths": (given.batch.lengths, []),
+        "run.tokens": (given.run.tokens, None),
         "run.steps": (given.run.steps, STEPS),
-        "schedule.warmup_steps": (schedule.warmup_steps, min(1, schedule.warmup_steps)),
-        "schedule.decay_steps": (schedule.decay_steps, schedule.decay_steps and 1),
+        "schedule.warmup_tokens": (schedule.warmup_tokens, None),
+        "schedule.warmup_steps": (schedule.warmup_steps, warmup),
+        "schedule.decay_tokens": (schedule.decay_tokens, None),
+        "schedule.decay_steps": (schedule.decay_steps, steps.decay_steps and 1),
         "schedule.warmup_by_tokens": (schedule.warmup_by_tokens, None),
         "schedule.decay_by_tokens": (schedule.decay_by_tokens, None),
-        "schedule.stages": tuple(
-            [dataclasses.asdict(stage) | plain for stage in schedule.stages] for plain in ({}, {"by_tokens": None})
+        "schedule.stages": (
+            [dataclasses.asdict(stage) for stage in schedule.stages],
+            [dataclasses.asdict(stage) | a_step for stage in steps.stages[: STEPS - warmup]],
         ),
         "validation.every_steps": (given.validation.every_steps, 0),
     }

@@ -266,6 +266,21 @@ def test_what_cannot_be_made_small_is_refused(config_file, tmp_path):
         chosen(config_file, [f"run.init_from={tmp_path}"], None, 2, shrink=True)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "{name: wsd, warmup_tokens: 512, decay_tokens: 1024}",
+        "{name: cosine, warmup_tokens: 512}",
+        "{name: piecewise, stages: [{tokens: 1024, ratio: 0.5}, {steps: 2, ratio: 0.1}, {steps: 2, ratio: 0.3}, {steps: 1, ratio: 0}]}",
+    ],
+)
+def test_lengths_in_tokens_are_made_small(config_file, schedule):
+    """They ended in `run.steps=3 has no effect with run.tokens`."""
+    overrides = ["run.steps=1000", "run.tokens=4096", "schedule.warmup_steps=0", f"schedule={schedule}"]
+    small, _ = load_config(config_file, [*overrides, *chosen(config_file, overrides, None, 2, shrink=True).overrides])
+    assert resolve(small).run.steps == 3 and small.run.tokens is None and resolve(small).schedule.warmup_steps <= 1
+
+
 def test_a_schedule_by_tokens_is_made_small_without_its_ramp(config_file):
     staged = ["schedule={name: piecewise, warmup_steps: 0, stages: [{steps: 4, ratio: 0.5, by_tokens: true}]}", "batch.ramp=[{until_tokens: 512, sequences: 4}]"]
     assert "batch.ramp=[]" in chosen(config_file, staged, None, 2, shrink=True).overrides

@@ -44,7 +44,7 @@ from benchmarks.products import fastest
 from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.trainers.clock import Clock
-from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, Measured, _rows, compare_trainers
+from benchmarks.training import ONLY_IN_ANOTHER, PROGRAMS, Case, Measured, _rows, compare_trainers
 from benchmarks.updates import updates
 from running import on_meta, some_slow, tool
 from torch.utils.flop_counter import FlopCounterMode
@@ -217,7 +217,7 @@ def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
     case = Case("A", "fp32", ranks, 2)
-    programs = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT]
+    programs = [name for name in PROGRAMS if name != ONLY_IN_ANOTHER]
     rows = compare_trainers([case], programs, 2, dataclasses.replace(options, work=tmp_path, scale=0.05))
     shown = [row for row in rows if row.in_table]
     assert [row.name for row in shown] == programs and {row.part for row in rows} == {case.name}
@@ -230,8 +230,12 @@ def test_time_by_the_clock_first_step_and_peak_memory_are_rows_which_the_table_s
 
     def rows(peak: float) -> list[Row]:
         turns = {"pretrain": 1e-6, "LitGPT": 2e-6}
-        known = {"Python": "3.11.7", "torch": "2.13.0", "litgpt": "0.5.13"}
-        return _rows(Case("A", "fp32", 1, 1), {name: [Measured(cpu, 2 * cpu, first, peak, known) for first in (3.0, 5.0)] for name, cpu in turns.items()})
+        known = {"Python": "3.11.7", "torch": "2.13.0"}
+        versions = {"pretrain": known, "LitGPT": {**known, "litgpt": "0.5.13"}}
+        return _rows(
+            Case("A", "fp32", 1, 1),
+            {name: [Measured(cpu, 2 * cpu, first, peak, versions[name]) for first in (3.0, 5.0)] for name, cpu in turns.items()},
+        )
 
     found = rows(100.0)
     assert [(row.name, row.value, row.unit, row.clock, row.baseline) for row in found[4:]] == [
@@ -265,12 +269,15 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert f"{tmp_path} holds a text of 46 MB, not of 2: name another --work" in capsys.readouterr().err
     unusable = {
         "no/such/python": "cannot be started: No such file or directory",
-        sys.executable: "has no LitGPT: install it there",
-        "/bin/true": "has no LitGPT: install it there",
+        sys.executable: "has no litgpt: install it there with `",
+        "/bin/true": "has no litgpt: install it there with `",
     }
     for python, why in unusable.items():
         assert tool("bench").main(["peers", "--litgpt", python]) == 1
         assert f"error: --litgpt {python} {why}" in capsys.readouterr().err
+    assert tool("bench").main(["peers", "--trainer", "/bin/true"]) == 1
+    why = "has no transformers: install it there with `/bin/true -m pip install transformers accelerate torch`"
+    assert f"error: --trainer /bin/true {why}" in capsys.readouterr().err
     for words, problem in {
         ("train", "--steps", "0"): "argument --steps: must be at least 1",
         ("train", "--scale", "nan"): "argument --scale: must be a positive number",

@@ -173,6 +173,7 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
         subject.add_argument("--compiled", action="store_true", help="by torch.compile: pretrain's blocks, the others whole")
         add_keeping(subject)
         subject.set_defaults(measure=compare_programs)
+    peers.add_argument("--trainer", metavar="PYTHON", help="of an environment with other versions for the Trainer (default: this one)")
     peers.add_argument("--litgpt", metavar="PYTHON", help="the Python of an environment with LitGPT, to compare it too")
 
 
@@ -316,7 +317,7 @@ def measure_and_keep(
 
 
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.training import ALONE, IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers, look_for_litgpt
+    from benchmarks.training import ALONE, ONLY_IN_ANOTHER, PROGRAMS, Case, compare_trainers, environments
 
     cases = [
         Case(shape, number_format, ranks, accumulation, arguments.compiled)
@@ -325,13 +326,11 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
         for ranks in arguments.ranks
         for accumulation in arguments.accumulation
     ]
-    litgpt = arguments.litgpt if arguments.subject == "peers" else None
-    if litgpt:
-        look_for_litgpt(litgpt)
-    there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
+    pythons = environments(getattr(arguments, "trainer", None), getattr(arguments, "litgpt", None))
+    there = [name for name in PROGRAMS if name != ONLY_IN_ANOTHER or name in pythons]
     programs = ALONE if arguments.subject == "train" else there
     # Each case is kept when it is measured: all of them take long.
-    each = [lambda options, case=case: compare_trainers([case], programs, arguments.steps, options, litgpt) for case in cases]
+    each = [lambda options, case=case: compare_trainers([case], programs, arguments.steps, options, pythons) for case in cases]
     measure_and_keep(arguments, typed, *each)
 
 

@@ -9,9 +9,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +32,10 @@ PROGRAMS = {
 }
 ALONE = ("pretrain", "products alone")
 WITHOUT_LOSS = ("products alone",)
-IN_ANOTHER_ENVIRONMENT = "LitGPT"
-"""Its packages do not go with ours; `--litgpt` names a Python that has them."""
+PACKAGES = {"HF Trainer": ("transformers", "accelerate", "torch"), "LitGPT": ("litgpt", "lightning", "torch")}
+"""What a program needs that may run in another environment: by the Python that `--trainer` or `--litgpt` names."""
+ONLY_IN_ANOTHER = "LitGPT"
+"""Its packages do not go with ours."""
 SHAPES = {
     "A": {"dim": 384, "layers": 6, "heads": 6, "vocabulary": 8192, "length": 256, "micro": 8},
     "B": {"dim": 768, "layers": 12, "heads": 12, "vocabulary": 32_000, "length": 512, "micro": 4},
@@ -72,23 +75,36 @@ class Measured:
     """Versions of packages in its own process, which may run in another environment."""
 
 
-def look_for_litgpt(python: str) -> None:
-    """Raise DataError now, not after the first programs, if this is no Python that has LitGPT."""
-    code = "import importlib.util; print('LitGPT', importlib.util.find_spec('litgpt') is not None)"
+def environments(trainer: str | None, litgpt: str | None) -> dict[str, str]:
+    """The Pythons of programs that run in another environment, as `--trainer` and `--litgpt` name them. Raises DataError for one that lacks
+    what the program needs: now, not after the first programs.
+    """
+    named = {"HF Trainer": ("--trainer", trainer), "LitGPT": ("--litgpt", litgpt)}
+    found = {program: (option, python) for program, (option, python) in named.items() if python}
+    for program, (option, python) in found.items():
+        _look_for_packages(option, program, python)
+    return {program: python for program, (_, python) in found.items()}
+
+
+def _look_for_packages(option: str, program: str, python: str) -> None:
+    first, *_ = needed = PACKAGES[program]
+    code = f"import importlib.util; print('found', *[name for name in {needed} if importlib.util.find_spec(name) is None])"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True).stdout.split() == [b"LitGPT", b"True"]
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.split()
     except OSError as error:
-        raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
-    if not found:
-        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt==0.5.13`")
+        raise DataError(f"{option} {python} cannot be started: {error.strerror}; name the Python of an environment") from error
+    missing = found[1:] if found[:1] == ["found"] else [first]
+    if missing:
+        wanted = "litgpt==0.5.13" if first == "litgpt" else " ".join(needed)
+        raise DataError(f"{option} {python} has no {missing[0]}: install it there with `{python} -m pip install {wanted}`")
 
 
 def compare_trainers(
-    cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options, litgpt: str | None = None
+    cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options, pythons: Mapping[str, str] = MappingProxyType({})
 ) -> list[Row]:
     """A row for the CPU microseconds per token of each program, and how they compare. Rows of wall time, first step and peak memory follow it.
 
-    `litgpt`: a Python that has it.
+    `pythons`: those of programs that run in another environment.
     """
     write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
     np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(
@@ -100,8 +116,7 @@ def compare_trainers(
         for turn in range(options.turns):
             for name in programs:
                 options.say(f"{case.name}, turn {turn + 1} of {options.turns}: {name}")
-                python = litgpt if name == IN_ANOTHER_ENVIRONMENT and litgpt else sys.executable
-                found[name].append(_turn(case, name, steps, options, python))
+                found[name].append(_turn(case, name, steps, options, pythons.get(name, sys.executable)))
         rows += _rows(case, found)
     return rows
 
@@ -164,7 +179,7 @@ def _rows(case: Case, found: dict[str, list[Measured]]) -> list[Row]:
         cpu = row(name, "", "µs/token", "cpu", lambda turn: turn.cpu * 1e6)
         if name != "pretrain":
             notes.append(f"takes {cpu.value / cpu.baseline:.2f} x pretrain's time")
-        if name == IN_ANOTHER_ENVIRONMENT:
-            notes.append(", ".join(f"{package} {cpu.versions[package]}" for package in ("litgpt", "lightning", "torch") if package in cpu.versions))
+        if found[name][0].versions != found["pretrain"][0].versions:
+            notes.append(", ".join(f"{package} {cpu.versions[package]}" for package in PACKAGES[name] if package in cpu.versions))
         rows += [dataclasses.replace(cpu, note="; ".join(notes)), *beside]
     return rows

@@ -470,6 +470,19 @@ def test_rows_that_a_command_measures_no_more_are_named_when_all_its_cases_are_m
     assert not_measured([], read_rows(Path(file)), "python tools/bench.py train --steps 9") == []  # another command asks for others
 
 
+def test_speeds_on_other_numbers_of_ranks_are_other_rows(tmp_path, monkeypatch, capsys):
+    """They had one name, so that `--compare` found two ranks to be faster than one."""
+    monkeypatch.setattr("benchmarks.speed.measure_speed", lambda asked, name, options: [Row("speed", name, 1.0, "tokens/s", "wall")])
+    typed, file = ["speed", "--micro", "2", "model.dim=8", "run.device=cpu"], str(tmp_path / "rows.jsonl")
+    assert tool("bench").main([*typed, "--json", file]) == 0
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert tool("bench").main([*typed, "--json", file, "--compare", file]) == 0
+    plain, shared = (row["name"] for row in read_rows(Path(file)))
+    assert shared == f"{plain} on 2 ranks"
+    assert "1.000 x" not in capsys.readouterr().out
+
+
 def test_a_cpu_is_told_from_others_of_its_name(tmp_path):
     info = tmp_path / "cpuinfo"
     for family, model, flags in (("25", "1", "fpu avx2"), ("26", "2", "fpu avx2 avx512_bf16")):

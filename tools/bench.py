@@ -135,6 +135,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
 
 def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.speed import Speed, device_of, measure_speed
+    from pretrain.distributed.launcher import launched_ranks
 
     asked = Speed(
         arguments.config,
@@ -152,6 +153,7 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
     others = [
         f"--{option.replace('_', '-')} {value}" for option, least in sizes.items() if (value := getattr(arguments, option)) != least
     ]
+    others += [f"on {ranks} ranks"] if (ranks := launched_ranks()[2]) > 1 else []
     name = " ".join([arguments.config.stem if arguments.config else "the default model", *arguments.overrides, *others])
     measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options), device=device_of(asked))
 

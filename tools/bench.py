@@ -135,6 +135,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
 
 def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.speed import Speed, device_of, measure_speed
+
     from pretrain.distributed.launcher import launched_ranks
 
     asked = Speed(

@@ -78,6 +78,8 @@ def _run(given: Config, complete: Config, length: int) -> dict[str, Any]:
             [dataclasses.asdict(stage) | a_step for stage in steps.stages[: STEPS - warmup]],
         ),
         "validation.every_steps": (given.validation.every_steps, 0),
+        "log.gradients_at": (given.log.gradients_at, []),
+        "log.profile": (given.log.profile, []),
     }
     return {key: small for key, (before, small) in values.items() if small != before}
 

@@ -8,11 +8,12 @@ With m = model.dim / optim.base_width:
       updated by Muon            x 1 / sqrt(m)     x 1 / sqrt(m)    x sqrt(m), likewise
     output head, routers         x 1 / m           x 1 / m          x m
 
-What a step changes of a matrix's outputs goes with the largest singular value of the update (Yang, Simon and Bernstein, arXiv 2310.17813). Where
-elements have the same size at every width, that is about m times as much for Adam, whose updates are nearly of rank one, and sqrt(m) times for Muon,
-whose singular values are equal. A router has as many outputs at every width, so that each gets m times as much from Muon, too.
+The largest singular value of an update limits what a step can change of the matrix's outputs (Yang, Simon and Bernstein, arXiv 2310.17813). Let the
+elements of updates have the same size at every width. Then it grows with m for Adam, whose updates are nearly of rank one, and with sqrt(m) for
+Muon, whose singular values are equal. A router writes as many numbers at every width. With Muon, too, each of them changes m times as much.
 
-All that a matrix reads must be m times as wide: the MLP, and the heads by their number. Their width stays, and with it the scale of attention.
+Everything that a matrix of a block reads or writes must be m times as wide: the MLP, ranks of latent attention, and heads by their number. The width
+of a head stays, and with it the scale of attention.
 No output is multiplied by a number, so that an export needs none.
 """
 

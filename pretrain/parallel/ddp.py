@@ -9,8 +9,8 @@ DDP's buckets have the format of the weights. With weights in bf16 and `precisio
     synchronised        each gradient is taken away as soon as it is complete, and DDP finds none; when a bucket is, the hook reduces what was taken
     end of the step     the sums become the gradients
 
-Otherwise the first micro-step moves each gradient into its bucket, and later ones add to it there. torch would make a second set of gradients beside the
-buckets, and copy it at the end.
+Otherwise, where the ranks wait with the reduction until the last of several micro-steps, the first one moves each gradient into its bucket, and later
+ones add to it there. torch would make a second set of gradients beside the buckets, and copy it at the end.
 """
 
 from __future__ import annotations

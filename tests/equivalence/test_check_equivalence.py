@@ -276,7 +276,7 @@ def test_what_cannot_be_made_small_is_refused(config_file, tmp_path):
 )
 def test_lengths_in_tokens_are_made_small(config_file, schedule):
     """They ended in `run.steps=3 has no effect with run.tokens`."""
-    overrides = ["run.steps=1000", "run.tokens=4096", "schedule.warmup_steps=0", f"schedule={schedule}"]
+    overrides = ["run.steps=1000", "run.tokens=4096", "schedule.warmup_steps=0", f"schedule={schedule}", "log.gradients_at=[7]", "log.profile=[8]"]
     small, _ = load_config(config_file, [*overrides, *chosen(config_file, overrides, None, 2, shrink=True).overrides])
     assert resolve(small).run.steps == 3 and small.run.tokens is None and resolve(small).schedule.warmup_steps <= 1
 

@@ -90,10 +90,10 @@ def _look_for_packages(option: str, program: str, python: str) -> None:
     first, *_ = needed = PACKAGES[program]
     code = f"import importlib.util; print('found', *[name for name in {needed} if importlib.util.find_spec(name) is None])"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.split()
+        printed = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.splitlines()
     except OSError as error:
         raise DataError(f"{option} {python} cannot be started: {error.strerror}; name the Python of an environment") from error
-    missing = found[1:] if found[:1] == ["found"] else [first]
+    _, *missing = printed[-1].split() if printed and printed[-1].startswith("found") else ("found", first)
     if missing:
         wanted = "litgpt==0.5.13" if first == "litgpt" else " ".join(needed)
         raise DataError(f"{option} {python} has no {missing[0]}: install it there with `{python} -m pip install {wanted}`")
@@ -180,6 +180,6 @@ def _rows(case: Case, found: dict[str, list[Measured]]) -> list[Row]:
         if name != "pretrain":
             notes.append(f"takes {cpu.value / cpu.baseline:.2f} x pretrain's time")
         if found[name][0].versions != found["pretrain"][0].versions:
-            notes.append(", ".join(f"{package} {cpu.versions[package]}" for package in PACKAGES[name] if package in cpu.versions))
+            notes.append(", ".join(f"{package} {cpu.versions[package]}" for package in PACKAGES.get(name, ()) if package in cpu.versions))
         rows += [dataclasses.replace(cpu, note="; ".join(notes)), *beside]
     return rows

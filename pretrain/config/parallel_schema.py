@@ -145,7 +145,8 @@ class Parallel:
     )
     activation_memory_budget: float = key(
         1.0,
-        "Share of the compiled activations that is stored; torch's compiler chooses what backward recomputes. 1: all; 0: only inputs.",
+        "Share of the compiled activations that is stored; torch's compiler chooses what backward recomputes. 1: all; 0: only inputs. "
+        "Not with `tensor` or `context`.",
         ge=0,
         le=1,
         when={"parallel.compile": ("blocks", "model"), "parallel.activation_checkpointing": ("none",)},

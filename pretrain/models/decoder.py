@@ -182,6 +182,16 @@ class Decoder(nn.Module):
         self.router_reports[layer] = RouterReport(loss + report.loss_B.detach().double().sum(), counts + report.counts_E)
         return [report.loss_B]
 
+    def begin_router_reports(self, device: torch.device) -> None:
+        """Let the reports of this part's routers begin with zeros. Without, a compiled forward pass has one version to begin them and one to add."""
+        count = self.config.experts.count
+        self.router_reports = {
+            layer: RouterReport(
+                torch.zeros((), dtype=torch.float64, device=device), torch.zeros(count, dtype=torch.int64, device=device)
+            )
+            for layer in self.routers()
+        }
+
     def take_router_reports(self) -> dict[str, RouterReport]:
         """By layer with experts, what its router said in training since the last call, losses summed to a scalar."""
         reports, self.router_reports = self.router_reports, {}

@@ -13,7 +13,6 @@ from pretrain.config.foreign import value_advice
 from pretrain.config.model_schema import Model
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
-from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.errors import ConfigError
 from pretrain.models.families import family_of
 from pretrain.parallel.pipeline_order import DEFERRING, stages_of
@@ -47,11 +46,12 @@ def check_options(config: Config) -> None:
         )
     if config.parallel.activation_offload and config.parallel.compile == "model":
         raise ConfigError(
-            "parallel.activation_offload works between blocks, which parallel.compile=model makes one; use parallel.compile=blocks"
+            "parallel.activation_offload=true works between blocks, which parallel.compile=model makes one; use parallel.compile=blocks"
         )
-    if compiled and config.parallel.activation_memory_budget < 1 and ranks_of_a_sample(config) > 1:
+    within_blocks = _split_over(config.parallel, "context", "tensor")
+    if compiled and config.parallel.activation_memory_budget < 1 and within_blocks:
         raise ConfigError(
-            f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
+            f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {' and '.join(within_blocks)}: torch's "
             "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
         )
     if compiled and config.parallel.tensor > 1 and config.model.experts.count and torch.__version__ < "2.13":

@@ -21,6 +21,8 @@ class ExpertLoads:
         self.model, self.config, self.mesh = model, config.experts, mesh
         # A model of transformers has none here: it handles its routers itself.
         self.routers = model.routers() if config.experts.count else {}
+        if self.routers:
+            model.begin_router_reports(mesh.device)
         known = mesh.ranks.gather("layers with experts", list(self.routers)) if config.experts.count else []
         self.layers = sorted({layer for own in known for layer in own}, key=int)
         """Those of all ranks; a rank of a pipeline has some of their routers."""
@@ -60,6 +62,8 @@ class ExpertLoads:
         if not self.layers:
             return {}
         device, reports = self.mesh.device, self.model.take_router_reports()
+        if self.routers:
+            self.model.begin_router_reports(device)
         own_LE = torch.zeros(self.since_report.shape, dtype=torch.int64, device=device)
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for layer, report in reports.items():

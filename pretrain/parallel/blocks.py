@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
-from pretrain.errors import TrainingError
+from pretrain.errors import ConfigError, TrainingError
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.network import Unit
 from pretrain.models.output_head import OutputHead
@@ -99,6 +99,14 @@ def compile_blocks(network: nn.Module, backend: str | Callable = "inductor", bud
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
                 module.forward = _compile(module.forward, [module], backend)
+
+
+def check_compiled_blocks(network: nn.Module, config: Config) -> None:
+    """Raise ConfigError for a whole network of which `parallel.compile: blocks` would compile nothing."""
+    if config.parallel.compile == "blocks" and not any(unit.apart for unit in network.units() if unit.role == "block"):
+        raise ConfigError(
+            "parallel.compile=blocks: the blocks of this model share weights, so none is compiled; set parallel.compile=none"
+        )
 
 
 def compile_loss(network: nn.Module) -> None:

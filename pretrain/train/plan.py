@@ -26,6 +26,7 @@ from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, with_values
 from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
+from pretrain.parallel.blocks import check_compiled_blocks
 from pretrain.parallel.cuda_graph import check_cuda_graph
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_tensor
@@ -156,6 +157,7 @@ def _lay_out(
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     network = network_without_values(config)
     check_groups([name for name, p in network.named_parameters() if p.requires_grad], config.optim)
+    check_compiled_blocks(network, config)
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)

@@ -15,13 +15,15 @@ from torch.nn import functional as F
 
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.export_model import export
 from pretrain.huggingface.import_model import import_model
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.hf.hf_config import config_of, decoded, read_config
-from pretrain.parallel.blocks import recompute_blocks
+from pretrain.parallel.blocks import check_compiled_blocks, recompute_blocks
 from pretrain.parallel.initialise import initialise
 
 QUICK = {"qwen3_next", "nemotron_h", "mamba2", "zamba2", "apertus", "gemma4_text", "glm4_moe", "deepseek_v4"}
@@ -208,6 +210,13 @@ def test_weights_that_are_shared_by_blocks_are_gathered_with_the_root():
     with torch.device("meta"):
         built = build_network(model)
     assert [(unit.role, unit.apart) for unit in built.units()] == [("block", False)] * 4
+
+
+def test_blocks_that_share_weights_are_not_said_to_be_compiled():
+    """`parallel.compile=blocks` had no effect there, and nothing said so."""
+    with pytest.raises(ConfigError, match="parallel.compile=blocks: the blocks of this model share weights, so none is compiled"):
+        check_compiled_blocks(network(shape("zamba2")), Config(parallel=Parallel(compile="blocks")))
+    check_compiled_blocks(network(shape("qwen3_next")), Config(parallel=Parallel(compile="blocks")))
 
 
 @pytest.mark.parametrize("code", ["F32", "I32"])

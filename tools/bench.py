@@ -139,16 +139,9 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
     from pretrain.distributed.launcher import launched_ranks
 
     asked = Speed(
-        arguments.config,
-        arguments.length,
-        arguments.micro,
-        arguments.accumulation,
-        arguments.steps,
-        tuple(arguments.overrides),
-        arguments.profile,
-        arguments.one_rank_of,
-        arguments.rank,
-    )
+        arguments.config, arguments.length, arguments.micro, arguments.accumulation, arguments.steps, tuple(arguments.overrides),
+        arguments.profile, arguments.one_rank_of, arguments.rank,
+    )  # fmt: skip
     # What makes another measurement of it, and is not in the keys.
     sizes = {"length": 4096, "micro": 1, "accumulation": 1, "one_rank_of": None, "rank": 0}
     others = [

@@ -147,7 +147,8 @@ class Payload:
         for name, tensor in tensors.items():
             item = self.items.get(name)
             if item is None:
-                raise CheckpointError(f"{self.checkpoint}: has no {name}")
+                remedy = f"; that parameter had another optimizer: restore optim.groups, or start anew with run.init_from={self.checkpoint}"
+                raise CheckpointError(f"{self.checkpoint}: has no {name}{remedy if name.startswith('optim.') else ''}")
             if tuple(item.size) != tuple(tensor.shape):
                 raise CheckpointError(
                     f"{self.checkpoint}: {name} has shape {list(item.size)}, the run needs {list(tensor.shape)}"

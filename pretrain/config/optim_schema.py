@@ -26,6 +26,17 @@ class ParameterGroup:
         ge=0,
         le=1000,
     )
+    optimizer: Literal["muon", "adamw"] | None = key(
+        None,
+        "With `optim.name=muon`: which of both updates them. Muon takes matrices, and of a tensor with three dimensions each matrix `[i]` apart. By default "
+        "the matrices of blocks are Muon's and the rest is AdamW's.",
+    )
+    fused_rows: list[int] | None = key(
+        None,
+        "For Muon: the rows of each projection that these matrices fuse, e.g. `[2048, 512, 512]` of queries, keys and values. Each is "
+        "orthogonalized apart. If a matrix has more rows, the order repeats, as where every head has its query, key and value together.",
+        ge=1,
+    )
 
 
 @dataclass

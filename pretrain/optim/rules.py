@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pretrain.config.optim_schema import Optim
+from pretrain.config.optim_schema import Optim, ParameterGroup
 from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
@@ -92,13 +92,16 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
     trained, found = decayed(model), {}
     group_of = {name: group for group, own in zip(config.groups, _members(trained, config)) for name in own}
     for name, decays in trained.items():
-        optimizer = "adamw" if config.name == "muon" and name not in matrices else config.name
         group = group_of.get(name)
+        optimizer = "adamw" if config.name == "muon" and name not in matrices else config.name
+        if group is not None and group.optimizer is not None:
+            optimizer = group.optimizer
         decay = config.weight_decay if decays else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         own = update_scale(kind_of(name, parameters[name].dim()), optimizer, share)
-        rows = fused.get(id(parameters[name]), ()) if optimizer == "muon" else ()
+        rows = fused.get(id(parameters[name]), ()) if group is None or not group.fused_rows else tuple(group.fused_rows)
+        rows = rows if optimizer == "muon" else ()
         found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own, rows)
     return found
 
@@ -142,15 +145,18 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
             )
     for group, own in zip(config.groups, _members(found, config)):
         decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
-        lines.append(f"group    {group.pattern}: {sized(own)}, {group.lr_scale:g} x the learning rate{decay}")
+        by = "" if group.optimizer is None else f", by {group.optimizer}"
+        apart = f", rows {' + '.join(map(str, group.fused_rows))} apart" if group.fused_rows else ""
+        lines.append(f"group    {group.pattern}: {sized(own)}, {group.lr_scale:g} x the learning rate{decay}{by}{apart}")
     return lines
 
 
-def check_groups(names: Iterable[str], config: Optim) -> None:
-    """Raise ConfigError for a group of `optim.groups` that gets none of these names of trained parameters, for one without effect, and for groups
-    that leave nothing to train.
+def check_groups(model: nn.Module, config: Optim) -> None:
+    """Raise ConfigError for a group of `optim.groups` that gets none of the trained parameters, for one without effect, for one that Muon cannot
+    update as it says, and for groups that leave nothing to train.
     """
-    every = list(names)
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    every = list(shapes)
     members = _members(every, config)
     for i, (group, own) in enumerate(zip(config.groups, members)):
         if not own:
@@ -162,7 +168,8 @@ def check_groups(names: Iterable[str], config: Optim) -> None:
                 + (f"names are {shown}, ..." if shown else "remove it")
             )
         keeps = any(fnmatchcase(name, later.pattern) for later in config.groups[i + 1 :] for name in own)
-        if group.lr_scale == 1 and group.weight_decay is None and not keeps:
+        says_nothing = group.lr_scale == 1 and group.weight_decay is None and group.optimizer is None and not group.fused_rows
+        if says_nothing and not keeps:
             raise ConfigError(f"optim.groups.{i} has no effect: give it an lr_scale or a weight_decay, or remove it")
         if group.lr_scale == 0 and group.weight_decay is not None:
             raise ConfigError(
@@ -171,3 +178,34 @@ def check_groups(names: Iterable[str], config: Optim) -> None:
     frozen = [name for group, own in zip(config.groups, members) for name in own if group.lr_scale == 0]
     if every and len(frozen) == len(every):
         raise ConfigError("optim.groups give every parameter lr_scale=0, so that nothing is trained; leave some out")
+    usual = orthogonalized(model)
+    for i, (group, own) in enumerate(zip(config.groups, members)):
+        _check_muon(i, group, {name: shapes[name] for name in own}, usual, config)
+
+
+def _check_muon(place: int, group: ParameterGroup, shapes: dict[str, torch.Size], usual: set[str], config: Optim) -> None:
+    """Raise ConfigError for a group whose `optimizer` or `fused_rows` do not fit these parameters of it. `usual`: what Muon has without groups."""
+    where, rows = f"optim.groups.{place}", list(group.fused_rows or ())
+    if config.name != "muon" and (group.optimizer is not None or rows):
+        raise ConfigError(
+            f"{where}.{'fused_rows' if rows else 'optimizer'} has no effect with optim.name={config.name}; remove it"
+        )
+    if len(rows) == 1:
+        raise ConfigError(f"{where}.fused_rows={rows} names one projection, so nothing is taken apart; name the rows of each")
+    for name, shape in shapes.items():
+        if group.optimizer == "muon" and len(shape) not in (2, 3):
+            raise ConfigError(
+                f"{where}.optimizer=muon: {name} is no matrix: its shape is {tuple(shape)}; choose another pattern"
+            )
+        if rows and (group.optimizer or ("muon" if name in usual else "adamw")) == "adamw":
+            raise ConfigError(
+                f"{where}.fused_rows={rows} has no effect on {name}, which is AdamW's; add optimizer: muon, or choose another pattern"
+            )
+        if rows and shape[-2] % sum(rows):
+            raise ConfigError(
+                f"{where}.fused_rows={rows} are {sum(rows)} rows, which do not divide the {shape[-2]} of {name}; correct them, or choose another pattern"
+            )
+        if group.optimizer == "muon" and config.base_width is not None and name not in usual:
+            raise ConfigError(
+                f"{where}.optimizer=muon: optim.base_width has no rule for {name} under Muon; leave it to AdamW, or remove optim.base_width"
+            )

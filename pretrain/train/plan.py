@@ -156,7 +156,7 @@ def _lay_out(
         raise ConfigError("log.memory_history=true has no effect on a CPU; set it to false")
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     network = network_without_values(config)
-    check_groups([name for name, p in network.named_parameters() if p.requires_grad], config.optim)
+    check_groups(network, config.optim)
     check_compiled_blocks(network, config)
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

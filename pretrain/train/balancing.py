@@ -64,12 +64,14 @@ class ExpertLoads:
         device, reports = self.mesh.device, self.model.take_router_reports()
         if self.routers:
             self.model.begin_router_reports(device)
-        own_LE = torch.zeros(self.since_report.shape, dtype=torch.int64, device=device)
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        # In one message: fp64 holds counts below 2^53 exactly. The last number is the loss.
+        own = torch.zeros(self.since_report.numel() + 1, dtype=torch.float64, device=device)
+        own_LE = own[:-1].view(self.since_report.shape)
         for layer, report in reports.items():
-            own_LE[self.layers.index(layer)] = report.counts_E
-            loss += report.loss_B
-        counts_LE, loss = self.mesh.add_over_layers(own_LE), self.mesh.add_over_layers(loss)
+            own_LE[self.layers.index(layer)] = report.counts_E.double()
+            own[-1] += report.loss_B
+        total = self.mesh.add_over_layers(own)
+        counts_LE, loss = total[:-1].view(self.since_report.shape).long(), total[-1]
         if self.config.correction_rate:
             for router, counts_E in self._loaded(counts_LE):
                 move_correction(router.correction, counts_E * taken, self.config.correction_rate)

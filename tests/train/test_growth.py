@@ -144,12 +144,12 @@ def test_a_mixture_of_many_samples_is_read_by_as_many_calls_as_one_of_few():
     assert cost(10**10) <= 1.2 * cost(10**6)
 
 
-def test_samples_are_read_from_two_thousand_shards_by_as_many_calls_as_from_two_hundred(tmp_path, prepared):
+def test_samples_are_read_from_ten_thousand_shards_by_as_many_calls_as_from_two_hundred(tmp_path, prepared):
     tool("bench")  # makes its modules known
     from benchmarks.corpora import link_shards
 
     folders = {}
-    for count in (200, 2000):
+    for count in (200, 10_000):
         folder = tmp_path / str(count)
         (folder / "data").mkdir(parents=True)
         folders[count] = write_config(folder, link_shards(prepared, folder / "data", count))
@@ -159,9 +159,9 @@ def test_samples_are_read_from_two_thousand_shards_by_as_many_calls_as_from_two_
         read = trainer.loader.read
         read(0)
         cost[count] = min(calls(lambda first=first, read=read: read(first)) for first in (64, 128, 192))
-    assert cost[2000] <= 1.1 * cost[200], cost
+    assert cost[10_000] <= 1.1 * cost[200], cost
     opened = {count: calls(lambda count=count: PreparedData.open(tmp_path / str(count) / "data")) for count in folders}
-    assert opened[2000] <= 10.5 * opened[200], opened  # each shard has a line in the manifest
+    assert opened[10_000] <= 50.5 * opened[200], opened  # each shard has a line in the manifest
 
 
 class Probe(Callback):

@@ -1,4 +1,4 @@
-"""The state of a run as named tensors, the same names under every strategy (invariant 5), and the one reader of a checkpoint's payload.
+"""The state of a run as named tensors, the same names under every strategy, and the one reader of a checkpoint's payload.
 
     model.<parameter>                 weights
     optim.<state>.<parameter>         optimizer state, e.g. optim.exp_avg.layers.0.mlp.up.weight

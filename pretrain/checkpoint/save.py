@@ -1,4 +1,4 @@
-"""Saving: written aside, hashed, flushed, renamed. A checkpoint is complete or invisible (invariant 6).
+"""Saving: written aside, hashed, flushed, renamed. A checkpoint is complete or invisible.
 
 every rank   shards of the payload -> .writing-step-N/        hash and flush what it wrote
 main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  flush;  rename to step-N/;  retention

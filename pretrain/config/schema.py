@@ -1,8 +1,10 @@
 """The configuration: one dataclass per YAML section.
 
 Every key carries its documentation and its legal range, so that checking (`load.py`), docs/configuration.md
-(`tools/make_docs.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
-the resolved configuration (`--print-config`, and config.yaml in the run directory).
+(`tools/make_docs.py`) and the code that uses it read the same definition. `null` means that a value is worked out, or that something is
+off; the key's text says which. The resolved configuration (`--print-config`, and config.yaml in the run directory) has the values of the
+model, the seed of the data, and steps for lengths in tokens. Other keys may stay null or `auto` there. The layout that they come to is printed
+when a run starts.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ A source's samples are counted in the order of their positions, through all segm
 sample. A segment ends with its stage, or when a source has come `max_epochs` times; its share then goes to the others. The
 samples before a position depend on nothing after it, so later stages and new sources can be added during a run.
 
-Nothing here depends on world size, batch size or the planned length of a run (invariant 3).
+Nothing here depends on world size, batch size or the planned length of a run.
 """
 
 from __future__ import annotations

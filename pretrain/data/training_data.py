@@ -329,7 +329,7 @@ def _objective(config: Config, stream: Stream, start_id: int | None) -> Objectiv
 
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:
-    """The data of a run, from a configuration with its derived values filled in. Raises ConfigError or DataError.
+    """The data of a run, from a resolved configuration. Raises ConfigError or DataError.
 
     `start_id`: the token from which the decoder of an encoder-decoder starts; by default the end-of-document token.
     """

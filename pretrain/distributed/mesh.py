@@ -9,8 +9,8 @@
 The axis `expert` holds other experts of the same layers. It has neither ranks nor samples of its own: its ranks are those of `shard` x
 `context`, which share weights. So it is another view of the same grid, with the axes replicate, expert_shard, expert and tensor.
 
-Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. Only this file makes device meshes
-and counts ranks: no other code divides by the world size.
+Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. Only this file makes device meshes,
+and says which ranks count in a sum. Losses and gradients are summed over ranks, and never averaged.
 """
 
 from __future__ import annotations

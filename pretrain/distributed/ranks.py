@@ -1,8 +1,9 @@
 """Which process this is, and its operations with the others: one sum, one gather, one barrier, each with a name.
 
-There are two groups: torch's default one for gradients (NCCL on CUDA, gloo on CPU), and `control`, always gloo. `control` carries
-what the processes agree on (verdicts, checkpoints), so that it never waits behind or inside device work. Every operation has a time
-limit, `parallel.timeout_seconds`. A failed one raises a LostRankError that names the operation and the ranks to blame.
+Two groups are made here: torch's default one for tensors of all ranks (NCCL on CUDA, gloo on CPU), and `control`, always gloo. Those
+of the axes are made in mesh.py. `control` carries what the processes agree on (verdicts, checkpoints), so that it never waits behind or
+inside device work. Every operation has a time limit, `parallel.timeout_seconds`. A failed one raises a LostRankError that names the
+operation and the ranks to blame.
 """
 
 from __future__ import annotations

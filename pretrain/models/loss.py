@@ -1,6 +1,6 @@
 """Token losses, plain: what is minimised, and its parts. output_head.py has them fused with the output projection.
 
-The loss is a sum (invariant 2): whoever reports or scales it divides once by the tokens it chose to divide by.
+The loss is a sum: whoever reports or scales it divides once by the tokens it chose to divide by.
 
     z = soft_cap * tanh(scale * (x @ W.T) / soft_cap)          logits; without a soft-cap, scale * (x @ W.T)
     L = lse(z) - (1 - s) z[target] - s mean(z) + zeta lse(z)^2  label smoothing s, z-loss zeta; 0 where the target is IGNORED

@@ -34,7 +34,9 @@ LAYERS = "at steps of `log.layers_every_steps`"
 class StepRecord:
     """The numbers of a step, as metrics.jsonl, TensorBoard and every other sink get them. An unknown number is None, and left out.
 
-    docs/metrics.md is generated from these fields. All but the speeds are equal on all ranks.
+    docs/metrics.md is generated from these fields. The main rank's record is the one that is logged. Its times, and what follows from them,
+    are of its own clock; `compiled` and `communication` are its own as well. Only the main rank has `translation`, `device_hours`, `goodput`
+    and `cost`. The numbers of a callback are what it returns. All else is equal on all ranks.
     """
 
     step: int = measured("optimizer steps made", "", RUN)

@@ -27,8 +27,8 @@ _shapes: dict[Callable, set[tuple]] = {}
 
 @dataclass(frozen=True)
 class Formats:
-    """How numbers are stored. `moments`: of matrices, uint8 for codes of AdamW's; those of vectors are stored as these are. `names`: of the
-    parameters, for rounding.
+    """How optimizers store numbers. `moments`: dtype of matrices' moments (uint8: AdamW's 8-bit codes). A vector's moments have the vector's
+    dtype. `names`: of the parameters, for rounding at random.
     """
 
     moments: torch.dtype

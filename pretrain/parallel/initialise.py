@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, parameter name, shape), on every layout and device (invariant 4).
+"""Initial weights as a pure function of (seed, parameter name, shape), on every layout and device.
 
 A parameter is drawn in blocks of rows, each from its own counter-based generator (Philox, Salmon et al., SC'11). So a rank that
 holds a shard draws only its own rows, without communication or a whole tensor. The values are the same as on one process. The

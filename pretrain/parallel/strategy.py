@@ -46,13 +46,14 @@ from pretrain.parallel.tensor import TensorAxis
 from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
 
 CONTEXT_AXES = {"allgather": ContextAxis, "ring": RingAxis, "pairs": PairedContextAxis}
-"""What makes the context axis, by `parallel.context_method`; of pairs there is one method."""
+"""What makes the context axis, by `parallel.context_method`. Encoder-decoders always use `pairs`."""
 
 
 class DataAxes(Protocol):
     """How ranks that see different samples hold the weights and add their gradients. It is made with (config, mesh).
 
-    After `finish_step`, `parameter.grad` holds the sum over all ranks and micro-steps. It is never averaged.
+    After `finish_step`, `parameter.grad` holds the sum over micro-steps and over the ranks with other samples or positions. It is never
+    averaged. `Strategy.forward_backward` adds what the axes tensor and pipeline have in parts.
     """
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:

@@ -32,7 +32,7 @@ class RunHandle:
     """A run as a callback sees it, with the requests that a callback may make."""
 
     config: Config
-    """The complete configuration: every derived value is filled in."""
+    """The resolved configuration (`Plan.config`). Some keys may still be null or `auto`, such as `parallel.strategy`."""
     directory: Path
     """The run's directory, on storage that all nodes share."""
     history: list[StepRecord]

@@ -53,7 +53,10 @@ STAND_IN_VOCABULARY = 1 << 15
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start. `config` is complete: every derived value is filled in."""
+    """A run that can start. `config` is resolved, with the data's vocabularies, numbers for axes of -1 and the format to compute in.
+
+    `layout` has what `parallel.strategy`, `replicate` and `shard` come to; in `config` they stay as they were given.
+    """
 
     config: Config
     layout: Layout
@@ -135,7 +138,7 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
 def _lay_out(
     given: Config, config: Config, world_size: int, device: torch.device, choice: FormatChoice
 ) -> tuple[Layout, int, int, list[str], list[str]]:
-    """What a plan has between configuration and data. `config` is complete. A model that could not be exported in the end is refused now."""
+    """What a plan has between configuration and data. `config` is resolved. A model that could not be exported in the end is refused now."""
     if family_of(config.model.family).has_export:
         family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:

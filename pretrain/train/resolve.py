@@ -1,4 +1,4 @@
-"""From a configuration as written to a complete one whose values fit together. Nothing is opened or allocated."""
+"""From a configuration as written to a resolved one whose values fit together. No data is opened, and nothing is allocated."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from pretrain.train.number_format import check_formats
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with its derived values, except the sizes of vocabularies, which come from the data.
+    """The configuration with the values that follow from it alone: those of the model, the seed of the data, and steps for tokens.
 
+    Vocabularies come from the data, and axes of -1 and the strategy from the processes and their memory (`plan.py`).
     Raises ConfigError for values that cannot go together. `--print-config`, `--check` and every run begin here.
     """
     check_accepted(config.run.accept_changes)

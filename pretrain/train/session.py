@@ -50,7 +50,7 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
     """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
     `explain`: print what each rank has.
 
-    If the data cannot be opened, everything else is checked all the same, and all problems are reported.
+    If the plan cannot be made, the checks that need no data are made all the same: configuration, layout, run directory.
     """
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()

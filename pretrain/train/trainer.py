@@ -1,4 +1,4 @@
-"""The training loop. It never asks which strategy it runs.
+"""The training loop. No step asks which strategy it runs.
 
 batch of the step (this rank's share) --micro-step by micro-step--> gradients, summed over ranks and micro-steps
 --> norm and clipping --> optimizer --> metrics, validation, checkpoint
@@ -336,7 +336,7 @@ class Trainer:
 
     def _finish_save(self) -> None:
         """Wait for the save that was begun, if there is one, and tell the callbacks."""
-        # A start from the checkpoint makes up for the line of its step alone, so those before it are written first.
+        # A resume makes up only for the log line of the checkpoint's own step. So earlier lines must be written before the checkpoint is visible.
         step = self.continuation.finish_save(before=self.reporting.writer.drain)
         if step is not None and self.ranks.is_main:
             with self.ranks.part("callbacks after a save", storage=True):

@@ -87,7 +87,7 @@ def test_loss_gradients_and_recomputation_are_those_of_transformers(kind, tokens
 
 @every_architecture
 def test_initial_values_are_a_function_of_the_seed_distributed_as_those_of_transformers(kind):
-    """M-D5: a rule that is no normal distribution is run by itself, from a seed for each name (invariant 4)."""
+    """M-D5: a rule that is no normal distribution is run by itself, from a seed for each name."""
     model = shape(kind)
     one, same, other, theirs = network(model), network(model), network(model, seed=4), theirs_of(model)
     drawn = 0

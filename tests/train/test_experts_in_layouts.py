@@ -175,7 +175,7 @@ QUICK_GLOBAL = {"ddp on 2"}
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK_GLOBAL else pytest.mark.slow) for n in LAYOUTS])
 def test_balance_over_the_global_batch_is_the_same_in_every_layout(pool, experts_file, single, single_global, layout):
-    """M-D11: the shares are those of the whole step before, which every layout counts alike (invariant 1)."""
+    """M-D11: the shares are those of the whole step before, which every layout counts alike."""
     world_size, *overrides = LAYOUTS[layout]
     alone = single_global
     if "context" in layout or "tensor" in layout:

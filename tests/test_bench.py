@@ -167,7 +167,7 @@ def work_of_a_step(folder: str, layout: str, one_rank_of: int | None = None, ran
         with FlopCounterMode(display=False) as counted:
             result = taken(self, batch, target_tokens, *others)
         flops.append(counted.get_total_flops())
-        weights.append(sum(local(p).numel() for part in self.strategy.parts() for p in part.parameters()))
+        weights.append(sum(local(p).numel() for p in self.strategy.network.parameters()))
         tokens.append(target_tokens)
         return result
 

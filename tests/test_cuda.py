@@ -381,7 +381,7 @@ def test_a_step_that_is_left_out_leaves_matrices_on_the_host_as_they_are():
     on_host, on_gpu = torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8, device="cuda"))
     part = torch.nn.Module()
     part.matrix, part.vector = on_host, on_gpu
-    optimizer = OptimizerSet([part], Optim())
+    optimizer = OptimizerSet(part, Optim())
     for number in range(1, 4):
         on_host.grad, on_gpu.grad = torch.ones(8, 8), torch.ones(8, device="cuda")
         torch.cuda._sleep(10**8) if not hasattr(torch.cuda, "rehearsed_kernels") else None

@@ -75,7 +75,7 @@ def profiled(what: Recorded) -> Iterator[None]:
             gradients.append(_by_storage(x for x in what.strategy.gradients() if x.device.type == what.device.type))
 
     counting = register_optimizer_step_pre_hook(note)
-    parameters = [parameter for part in what.strategy.parts() for parameter in part.parameters()]
+    parameters = list(what.strategy.network.parameters())
     weights, state = _bytes(parameters, what.device), _bytes([*_state_of(what.optimizers), *what.means], what.device)
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])], profile_memory=True)
     _wait(what.device)

@@ -46,7 +46,7 @@ def _adamw(groups: Groups, given: Setting) -> AdamW:
     return (AdamW if is_mixed else FusedAdamW)(groups, config.lr, tuple(config.betas), config.eps, given.formats)
 
 
-_OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
+_OPTIMIZERS: dict[str, Callable[[Groups, Setting], GuardedOptimizer]] = {
     "adafactor": lambda groups, given: Adafactor(groups, given.config.lr, given.config.adafactor, given.formats),
     "adamw": _adamw,
     "lion": lambda groups, given: Lion(groups, given.config.lr, tuple(given.config.betas), given.formats),
@@ -64,7 +64,7 @@ _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
 class OptimizerSet:
     """The optimizers of a network behind one set of verbs. Make it after the network is placed, because sharding replaces parameters.
 
-    `parts`: the modules on this rank, with the parameter names of the whole network. Other ranks may have other parameters: `counts` says of
+    `network`: what this rank has of it, under the names of the whole. Other ranks may have other parameters: `counts` says of
     a name whether this rank's gradient belongs to the norm of all, and `sum_over_layers` adds up the squares. `compute`: the format of
     matrix products; `moments`: that in which running means of matrices are stored. `replicas`: the ranks that have the same plain tensors, if
     they share the work of an update.
@@ -72,7 +72,7 @@ class OptimizerSet:
 
     def __init__(
         self,
-        parts: Iterable[nn.Module],
+        network: nn.Module,
         config: Optim,
         counts: Callable[[str], bool] = lambda name: True,
         sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
@@ -86,12 +86,11 @@ class OptimizerSet:
         """The running mean of each parameter. It begins as the parameter was before the first step, or at `begin_means`."""
         groups: dict[str, dict[Rule, list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
-        for part in parts:
-            by_name = rules(part, config)
-            for name, parameter in part.named_parameters():
-                if name in by_name:
-                    self.parameters[name] = parameter
-                    groups.setdefault(by_name[name].optimizer, {}).setdefault(by_name[name], []).append(parameter)
+        by_name = rules(network, config)
+        for name, parameter in network.named_parameters():
+            if name in by_name:
+                self.parameters[name] = parameter
+                groups.setdefault(by_name[name].optimizer, {}).setdefault(by_name[name], []).append(parameter)
         formats = Formats(moments, {parameter: name for name, parameter in self.parameters.items()})
         self.optimizers = [
             registered(_OPTIMIZERS, name, "_OPTIMIZERS of pretrain/optim/optimizer.py")(
@@ -124,8 +123,7 @@ class OptimizerSet:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate_scale"]
-            # torch's own way to leave out a step without asking the device (`_step_supports_amp_scaling`).
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            optimizer.found_inf = found_inf
             optimizer.step_number = number
             optimizer.step()
         if is_first:
@@ -224,7 +222,7 @@ class OptimizerSet:
     @property
     def _scaling(self) -> list[GuardedOptimizer]:
         """Those that multiply gradients themselves."""
-        return [each for each in self.optimizers if isinstance(each, GuardedOptimizer) and each.scales_gradients]
+        return [optimizer for optimizer in self.optimizers if optimizer.scales_gradients]
 
     def sharding_of(self, name: str) -> tuple | None:
         """How a parameter is spread over ranks, for `added_over_shards`."""
@@ -236,23 +234,13 @@ class OptimizerSet:
         return any(optimizer.state for optimizer in self.optimizers)
 
     def create_state(self) -> None:
-        """Create the state that the first step would create, unless it exists. Drops the gradients."""
+        """Create the state that the first step would create, unless it exists."""
         self._create_means()
         if self.has_state:
             return
-        self.zero_grad()
         for optimizer in self.optimizers:
-            if isinstance(optimizer, GuardedOptimizer):
-                optimizer.create_state()
-                continue
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                parameter.grad = torch.zeros_like(parameter)
-        self.step(0.0)  # with zero gradients at rate zero, it changes no weight
-        self.zero_grad()
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                if "step" in state:
-                    state["step"].zero_()
+            optimizer.create_state()
+        self._refuse_what_is_no_tensor()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state as `<state>.<parameter>`, e.g. `exp_avg.layers.0.mlp.up.weight`; it shares memory. Creates it if need be. The state `ema` is

@@ -85,6 +85,8 @@ class Strategy:
     def __init__(self, strategy: str, config: Config, mesh: Mesh) -> None:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use: torch's FSDP takes a moment
         self.config, self.mesh = config, mesh
+        self.sharing_replicas = mesh.replicas if strategy == "ddp" else None
+        """Ranks that have the same plain tensors, and can share the work of updating them."""
         self.records_micro_steps = config.parallel.cuda_graph and strategy == "single"
         self.keeps_casts = keeps_casts(config, strategy, mesh.data_size)
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
@@ -109,15 +111,12 @@ class Strategy:
             self.expert_axis.split(network)
         prepare_blocks(network, self.config, backend)
         self.network = network
+        """What this rank trains and saves, by the names of the whole network."""
         scales = initial_scales(network, self.config.optim.base_width)
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
         self.copies = WeightCopies(network, DTYPES[self.config.precision.compute]) if self.keeps_casts else None
         if self.records_micro_steps:
             self._compute = RecordedMicroStep(self._compute, network, self.mesh.device)
-
-    def parts(self) -> list[nn.Module]:
-        """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""
-        return [self.network]
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts a parameter in sums over layers. Exactly one of the pipeline's ranks that hold a copy does."""
@@ -165,7 +164,7 @@ class Strategy:
 
     def gradients(self) -> Iterator[Tensor]:
         """This rank's part of all that exists of gradients."""
-        yield from (local(p.grad) for part in self.parts() for p in part.parameters() if p.grad is not None)
+        yield from (local(p.grad) for p in self.network.parameters() if p.grad is not None)
         yield from self.data_axes.partial_gradients()
 
     @contextmanager

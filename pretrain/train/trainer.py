@@ -83,12 +83,12 @@ class Trainer:
         names = [name for name, _ in self.model.named_parameters()]
         self.strategy.place(self.model)
         self.optimizer = OptimizerSet(
-            self.strategy.parts(),
+            self.model,
             config.optim,
             self.strategy.counts,
             self.strategy.sum_over_layers,
             DTYPES[config.precision.compute],
-            self.mesh.replicas if self.plan.layout.strategy == "ddp" else None,
+            self.strategy.sharing_replicas,
             DTYPES[config.precision.moments],
         )
         self.expert_loads = ExpertLoads(self.model, config.model, self.mesh)

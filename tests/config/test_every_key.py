@@ -218,7 +218,7 @@ def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
         model = build_network(config.model, config.loss)
     model.to_empty(device="cpu")
     initialise(model, config.run.seed)
-    optimizers = OptimizerSet([model], config.optim).optimizers
+    optimizers = OptimizerSet(model, config.optim).optimizers
     losses = model.train()(**inputs)
     losses.sum().backward()
     groups = [

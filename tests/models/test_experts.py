@@ -309,7 +309,7 @@ def test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_train
     built = network(config)
     names = {n for n, p in built.named_parameters() if not p.requires_grad}
     assert names == {"layers.0.mlp.router.correction"}
-    optimized = {id(p) for p in OptimizerSet([built], Optim()).parameters.values()}
+    optimized = {id(p) for p in OptimizerSet(built, Optim()).parameters.values()}
     assert not optimized & {id(p) for p in built.parameters() if not p.requires_grad}
     assert len(optimized) == len(list(built.parameters())) - 1
 
@@ -348,7 +348,7 @@ def test_biases_of_experts_are_not_decayed():
               experts=ExpertsConfig(count=4, active=2)), 32
     )  # fmt: skip
     built = network(config)
-    [optimizer] = OptimizerSet([built], Optim()).optimizers
+    [optimizer] = OptimizerSet(built, Optim()).optimizers
     groups = optimizer.param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     experts = built.layers["0"].mlp.experts

@@ -166,7 +166,7 @@ def test_tables_are_not_decayed(tmp_path):
     decays = decayed(ours)
     assert not decays["transformer.wte.weight"] and not decays["transformer.h.0.ln_1.weight"] and not decays["lm_head.bias"]
     assert decays["transformer.h.0.attn.q_proj.weight"] and decays["lm_head.weight"]
-    assert OptimizerSet([ours], Optim()).parameters.keys() == decays.keys()
+    assert OptimizerSet(ours, Optim()).parameters.keys() == decays.keys()
 
 
 def test_the_contents_take_the_place_of_the_file(tmp_path):

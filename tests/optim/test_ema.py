@@ -21,7 +21,7 @@ EMA = "optim.ema_decay=0.8"
 def test_the_mean_follows_its_formula_and_lends_its_values(name):
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
-    optimizer = OptimizerSet([model], Optim(name=name, ema_decay=0.8))
+    optimizer = OptimizerSet(model, Optim(name=name, ema_decay=0.8))
     expected = {key: p.detach().double().clone() for key, p in model.named_parameters()}
     for step in range(6):
         for p in model.parameters():
@@ -45,7 +45,7 @@ def test_the_mean_is_lent_without_another_copy_of_the_weights_in_fp32(stored):
     """It took 4 bytes per weight more than the line of memory says."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False).to(stored)
-    optimizer = OptimizerSet([model], Optim(ema_decay=0.8))
+    optimizer = OptimizerSet(model, Optim(ema_decay=0.8))
     for _ in range(3):
         model.weight.grad = torch.randn_like(model.weight)
         optimizer.step(0.1)

@@ -96,7 +96,7 @@ def test_keys_of_latent_attention_move_as_much_as_values_however_small_their_gra
     with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # torch's Muon computes in bf16
         torch.optim.Muon([part for *_, part in parts], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
     config = Optim(name="muon", weight_decay=0.1, muon=MuonOptions(polynomial="quintic"))
-    OptimizerSet([model], config, compute=torch.float64).step(0.1)
+    OptimizerSet(model, config, compute=torch.float64).step(0.1)
     for p, rows, part in parts:
         torch.testing.assert_close(p[rows], part, atol=1e-9, rtol=0)
     keys, values = ((up.detach() - before)[rows].square().mean().sqrt() for rows in (is_key, ~is_key))
@@ -124,7 +124,7 @@ def test_muon_gets_the_matrices_of_blocks_and_adamw_the_rest(values):
         assert rule.optimizer == ("muon" if is_matrix else "adamw"), name
     assert {name for name, rule in found.items() if rule.optimizer == "muon"} == orthogonalized(model) != set()
     for name in ("adamw", "lion", "muon", "adafactor", "schedule_free_adamw"):
-        optimizer = OptimizerSet([model], Optim(name=name))
+        optimizer = OptimizerSet(model, Optim(name=name))
         kept = sum(tensor.numel() for key, tensor in optimizer.tensors().items() if not key.startswith(("step.", "shares.", "nearness.")))
         assert kept == count_moments(model, Optim(name=name))
 
@@ -142,7 +142,7 @@ def test_the_first_group_that_matches_a_name_gives_its_rate_and_decay():
     assert (found["norm.weight"].rate_scale, found["norm.weight"].weight_decay) == (1.0, 0.7)
     assert (found["embedding.weight"].rate_scale, found["embedding.weight"].weight_decay) == (1.0, 0.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = OptimizerSet([model], Optim(groups=[ParameterGroup("layers.0.*", lr_scale=0.0)]))
+    optimizer = OptimizerSet(model, Optim(groups=[ParameterGroup("layers.0.*", lr_scale=0.0)]))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step(0.1)
@@ -205,7 +205,7 @@ def test_what_muon_cannot_take_in_a_network_of_another_library_is_named():
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "schedule_free_adamw"])
 def test_a_refused_step_leaves_weights_and_state_as_they_are_to_the_last_bit(name):
     model = network(**MIXTURE)
-    optimizer = OptimizerSet([model], Optim(name=name, lr=0.1))
+    optimizer = OptimizerSet(model, Optim(name=name, lr=0.1))
 
     def take(value: float, taken: bool | None) -> None:
         for p in model.parameters():

@@ -63,7 +63,7 @@ def test_each_projection_of_transformers_takes_the_step_that_torchs_muon_takes_w
         part.grad = gradient.clone()
     with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # torch's Muon computes in bf16
         torch.optim.Muon(expected, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
-    optimizers = OptimizerSet([model], config, compute=torch.float64)
+    optimizers = OptimizerSet(model, config, compute=torch.float64)
     optimizers.step(0.1)
     for found, part in zip(parts(whole.detach()), expected):
         torch.testing.assert_close(found, part.detach(), atol=1e-9, rtol=0)

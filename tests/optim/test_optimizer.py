@@ -13,7 +13,7 @@ from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.optim import optimizer as optimizer_file
 from pretrain.optim.adafactor import Adafactor
-from pretrain.optim.guarded import Formats
+from pretrain.optim.guarded import Formats, GuardedOptimizer
 from pretrain.optim.lion import Lion
 from pretrain.optim.optimizer import OptimizerSet, Rule
 from pretrain.optim.rules import count_moments, decayed
@@ -46,7 +46,7 @@ def test_an_optimizer_that_was_added_to_the_schema_alone_is_named():
     with pytest.raises(ConfigError, match="optim.name=adan has no line in MOMENTS of pretrain/optim/rules.py; AGENTS.md"):
         count_moments(decoder(), Optim(name="adan"))
     with pytest.raises(ConfigError, match="optim.name=adan has no line in _OPTIMIZERS of pretrain/optim/optimizer.py"):
-        OptimizerSet([decoder()], Optim(name="adan"))
+        OptimizerSet(decoder(), Optim(name="adan"))
 
 
 class CountsInPython(Lion):
@@ -58,7 +58,7 @@ class CountsInPython(Lion):
 def test_state_that_is_no_tensor_is_named_at_the_first_step(monkeypatch):
     """It was an AttributeError of the first checkpoint, after all the steps before it."""
     monkeypatch.setitem(optimizer_file._OPTIMIZERS, "lion", lambda groups, given: CountsInPython(groups, 0.1, (0.9, 0.99), given.formats))
-    optimizer = OptimizerSet([decoder()], Optim(name="lion"))
+    optimizer = OptimizerSet(decoder(), Optim(name="lion"))
     for parameter in optimizer.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ConfigError, match="the optimizer CountsInPython keeps its state count as int, and checkpoints hold tensors only"):
@@ -68,7 +68,7 @@ def test_state_that_is_no_tensor_is_named_at_the_first_step(monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_in_one_group(tied):
     model = decoder(tied)
-    optimizer = OptimizerSet([model], Optim(weight_decay=0.3))
+    optimizer = OptimizerSet(model, Optim(weight_decay=0.3))
     groups = [group for each in optimizer.optimizers for group in each.param_groups]
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
@@ -78,7 +78,7 @@ def test_every_parameter_is_in_one_group(tied):
 def test_steps_are_those_of_the_published_algorithm():
     config = Optim(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
     model = decoder()
-    optimizer = OptimizerSet([model], config)
+    optimizer = OptimizerSet(model, config)
     decays = decayed(model)
     reference = {name: [p.detach().double().clone(), 0.0, 0.0] for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def test_steps_are_those_of_the_published_algorithm():
 def test_steps_are_those_of_torchs_adamw_without_fusion():
     config = Optim(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     one, other = decoder(), decoder()
-    optimizer = OptimizerSet([one], config)
+    optimizer = OptimizerSet(one, config)
     decays = decayed(other)
     groups = [
         {"params": [p for n, p in other.named_parameters() if decays[n] == decay], "weight_decay": 0.1 * decay}
@@ -122,7 +122,7 @@ def test_steps_are_those_of_torchs_adamw_without_fusion():
 def test_weight_decay_shrinks_by_the_learning_rate_times_the_decay():
     model = decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = OptimizerSet([model], Optim(lr=0.1, weight_decay=0.5))
+    optimizer = OptimizerSet(model, Optim(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0.1)
@@ -134,7 +134,7 @@ def test_weight_decay_shrinks_by_the_learning_rate_times_the_decay():
 def test_state_is_laid_out_as_before_the_first_step_and_changes_no_weight():
     model = decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = OptimizerSet([model], Optim(lr=0.1, weight_decay=0.5))
+    optimizer = OptimizerSet(model, Optim(lr=0.1, weight_decay=0.5))
     assert not optimizer.has_state
     tensors = optimizer.tensors()
     assert optimizer.has_state and set(tensors) == {
@@ -146,7 +146,18 @@ def test_state_is_laid_out_as_before_the_first_step_and_changes_no_weight():
 
 def test_a_set_of_two_optimizers_has_one_set_of_verbs_and_a_rate_for_each_rule(monkeypatch):
     """An optimizer whose state has no `step`, as Muon's, and a rule with half the rate: what a rule says is what is done."""
-    monkeypatch.setitem(optimizer_file._OPTIMIZERS, "sgd", lambda groups, config: torch.optim.SGD(groups, lr=1.0, momentum=0.5))
+
+    class Momentum(GuardedOptimizer):
+        moments = ("momentum_buffer",)
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    [mean] = self.state_of(parameter)
+                    self.write(parameter, (parameter.data, mean), (parameter - group["lr"] * parameter.grad, mean + parameter.grad))
+
+    monkeypatch.setitem(optimizer_file._OPTIMIZERS, "sgd", lambda groups, given: Momentum(groups, 1.0, given.formats))
     adamw = optimizer_file.rules
 
     def rules(model, config):
@@ -155,7 +166,7 @@ def test_a_set_of_two_optimizers_has_one_set_of_verbs_and_a_rate_for_each_rule(m
 
     monkeypatch.setattr(optimizer_file, "rules", rules)
     model = decoder()
-    optimizer = OptimizerSet([model], Optim(lr=1.0))
+    optimizer = OptimizerSet(model, Optim(lr=1.0))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -30,7 +30,7 @@ def test_weights_and_their_mean_are_those_of_its_authors(betas):
     groups = [{"params": [nn.Parameter(p.detach().double())], "weight_decay": decay} for p, decay in zip(model.parameters(), (0.1, 0.0))]
     theirs = AdamWScheduleFree(groups, lr=0.01, betas=betas, foreach=False)
     theirs.train()
-    optimizer = OptimizerSet([model], Optim(name="schedule_free_adamw", lr=0.01, betas=betas, weight_decay=0.1))
+    optimizer = OptimizerSet(model, Optim(name="schedule_free_adamw", lr=0.01, betas=betas, weight_decay=0.1))
     first = [p.detach().double() for p in model.parameters()]
     for step in range(12):
         rate = 0.01 * min(1.0, (step + 1) / 4)
@@ -66,7 +66,7 @@ def test_changed_betas_move_neither_the_model_nor_what_steps_move():
         betas = (0.9, 0.99) if step <= 4 else (0.99, 0.95)
         if step in (1, 5):
             saved = optimizer.tensors() if optimizer else {}
-            optimizer = OptimizerSet([model], Optim(name="schedule_free_adamw", lr=0.01, betas=betas, weight_decay=0.1))
+            optimizer = OptimizerSet(model, Optim(name="schedule_free_adamw", lr=0.01, betas=betas, weight_decay=0.1))
             for name, tensor in saved.items():
                 optimizer.tensors()[name].copy_(tensor)
         gradient = torch.randn_like(y)
@@ -81,7 +81,7 @@ def test_changed_betas_move_neither_the_model_nor_what_steps_move():
 
 def test_a_group_that_stood_still_is_averaged_from_its_first_step_on():
     model = nn.Linear(5, 5, bias=False)
-    optimizer = OptimizerSet([model], Optim(name="schedule_free_adamw", lr=0.01))
+    optimizer = OptimizerSet(model, Optim(name="schedule_free_adamw", lr=0.01))
     start = model.weight.detach().clone()
     for scale in (0.0, 0.0, 1.0):
         optimizer.optimizers[0].param_groups[0]["rate_scale"] = scale

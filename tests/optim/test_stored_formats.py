@@ -241,7 +241,7 @@ def test_clipping_within_an_update_has_the_bits_of_clipping_gradients_before(mom
         weights = {"a.weight": torch.randn(9, 7, generator=drawn), "b.weight": torch.randn(40, generator=drawn)}
         part = torch.nn.Module()
         part.values = torch.nn.ParameterDict({name.partition(".")[0]: weight.to(torch.bfloat16) for name, weight in weights.items()})
-        optimizer = OptimizerSet([part], Optim(lr=1e-2), moments=moments)
+        optimizer = OptimizerSet(part, Optim(lr=1e-2), moments=moments)
         for number in range(3):
             for parameter in part.parameters():
                 parameter.grad_dtype = torch.float32
@@ -263,7 +263,7 @@ def test_gradients_are_clipped_once_and_new_ones_are_not_scaled_by_an_old_factor
     config = Optim(name="muon", lr=0.0, weight_decay=0.0, betas=[0.0, 0.95], muon=MuonOptions(momentum=0.0))
     clipped, unclipped = {}, {}
     for limit in (0.5, 1e6):
-        optimizer = OptimizerSet([model], config)
+        optimizer = OptimizerSet(model, config)
         for ends, bound in ((clipped, limit), (unclipped, 0.0)):
             for number, parameter in enumerate(model.parameters()):
                 parameter.grad = torch.full_like(parameter, 0.5 + number)
@@ -325,7 +325,7 @@ def network(**values):
 def test_steps_far_smaller_than_the_distance_of_two_weights_add_up(name):
     """A hundred steps of a thousandth of that distance: rounded to the nearest, no weight would ever move."""
     model = network()
-    optimizer = OptimizerSet([model], Optim(name=name, weight_decay=0.0), moments=torch.bfloat16)
+    optimizer = OptimizerSet(model, Optim(name=name, weight_decay=0.0), moments=torch.bfloat16)
     matrix = dict(model.named_parameters())["layers.0.mlp.up.weight"]
     with torch.no_grad():
         matrix.fill_(1.0)  # the next one above is 1.0078
@@ -341,7 +341,7 @@ def test_steps_far_smaller_than_the_distance_of_two_weights_add_up(name):
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
 def test_a_refused_step_leaves_stored_bits_as_they_are(name):
     model = network()
-    optimizer = OptimizerSet([model], Optim(name=name, lr=0.1), moments=torch.bfloat16)
+    optimizer = OptimizerSet(model, Optim(name=name, lr=0.1), moments=torch.bfloat16)
 
     def take(value: float, taken: bool, number: int) -> None:
         for p in model.parameters():
@@ -382,7 +382,7 @@ def compare_with_whole_tensors(config_file: str, *overrides: str) -> dict[str, t
     wholes = dict(reference.named_parameters())
     for name, p in parameters.items():
         wholes[name].data.copy_(whole(p))
-    alone = OptimizerSet([reference], config.optim, moments=DTYPES[config.precision.moments])
+    alone = OptimizerSet(reference, config.optim, moments=DTYPES[config.precision.moments])
     for each in (*trainer.optimizer.optimizers, *alone.optimizers):
         if hasattr(each, "dtype"):
             each.dtype = torch.float64

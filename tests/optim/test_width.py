@@ -27,7 +27,7 @@ def movement(dim: int, base: int | None, name: str) -> tuple[float, float, float
     """Standard deviation of the logits at first, of what five steps change of them, and of what they change of the last block's outputs."""
     model = network(dim)
     initialise(model, 0, initial_scales(model, base))
-    optimizer = OptimizerSet([model], Optim(name=name, base_width=base, weight_decay=0.0))
+    optimizer = OptimizerSet(model, Optim(name=name, base_width=base, weight_decay=0.0))
     tokens_BT = torch.randint(64, (8, 33), generator=torch.Generator().manual_seed(1))
     features_BTD = []
     model.layers["2"].register_forward_hook(lambda module, given, made: features_BTD.append(made[0].detach()))

@@ -53,7 +53,7 @@ def chosen_in_turns(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
 
 
 def of_an_optimizer(network: torch.nn.Module, config: Config) -> int:
-    tensors = OptimizerSet([network], config.optim).tensors()
+    tensors = OptimizerSet(network, config.optim).tensors()
     return sum(local(value).nbytes for name, value in tensors.items() if not name.startswith("step."))
 
 

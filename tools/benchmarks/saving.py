@@ -32,7 +32,7 @@ def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Ten
     config = resolved_model(model, smaller if options.scale < 1 else [])
     network = network_without_values(config).to_empty(device=device)
     initialise(network, 0)
-    return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))
+    return model_tensors(network) | optimizer_tensors(OptimizerSet(network, config.optim))
 
 
 def saving(model: Path, device: str, parts: Sequence[str], options: Options) -> list[Row]:

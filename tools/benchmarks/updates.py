@@ -33,7 +33,7 @@ def updates(options: Options) -> list[Row]:
         loss.backward()
 
     def stepping(name: str) -> Callable[[], None]:
-        optimizers = OptimizerSet([network], dataclasses.replace(config.optim, name=name))
+        optimizers = OptimizerSet(network, dataclasses.replace(config.optim, name=name))
         return lambda: optimizers.step(1e-6, torch.tensor(True))
 
     passes()

@@ -84,7 +84,8 @@ def main(
     arguments = parse(argv)
     try:
         with contextlib.nullcontext(end) if end else contextlib.ExitStack() as until:
-            return run(arguments, callbacks, sinks, until)
+            run(arguments, callbacks, sinks, until)
+            return 0
     except UserError as error:
         # One line for the user. The traceback is in logs/rank-N.log if the run got far enough to have that file.
         is_alone = arguments.check or arguments.print_config
@@ -102,9 +103,10 @@ def tell_others(error: UserError) -> None:
     tell(error)
 
 
-def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink], end: contextlib.ExitStack) -> int:
-    """Print the configuration, check it or train, as the arguments say. Returns the exit code; raises UserError."""
+def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink], end: contextlib.ExitStack) -> None:
+    """Print the configuration, check it or train, as the arguments say. Raises UserError."""
     from pretrain.config.load import load_config
+    from pretrain.config.read import origin_of
     from pretrain.config.written import to_yaml
     from pretrain.train.garbage import first_import
 
@@ -115,20 +117,24 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
             from pretrain.train.resolve import resolve
 
             print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
-            return 0
+            return
         with first_import(until=end):
             from pretrain.train.extensions import Extensions
             from pretrain.train.session import check, train
 
         extensions = Extensions(callbacks, sinks)
-        return check(config, arguments.ranks, arguments.explain) if arguments.check else train(config, end, extensions)
+        if arguments.check:
+            check(config, arguments.ranks, arguments.explain)
+        else:
+            train(config, end, extensions)
     except ConfigError as error:
-        # Two values that cannot go together: the message begins with the first of them, `model.dim=33 is not ...`.
-        begins = re.match(r"[a-z_]+(?:\.\w+)+(?==)", str(error))
+        # Such a message begins with the key whose value is at fault: `model.dim=33 is not ...`, `data.sources: every weight ...`.
+        begins = re.match(r"[a-z_]+(?:\.\w+)+", str(error))
         key = error.key or (begins and begins[0])
-        if key is None or key not in origins:
+        place = origin_of(key, origins) if key else "default"
+        if place == "default":
             raise
-        raise ConfigError(f"{origins[key]}: {error}", key) from error
+        raise ConfigError(f"{place}: {error}", key) from error
 
 
 def _refuse_without_folders() -> None:

@@ -90,7 +90,7 @@ class BatchSchedule:
         yield self.sequences, math.inf
 
 
-def check_micro_steps(config: Config, data_size: int) -> int:
+def micro_steps_of(config: Config, data_size: int) -> int:
     """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that the ranks cannot share."""
     if config.data.pairs is not None:
         return 0

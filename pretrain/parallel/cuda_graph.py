@@ -39,13 +39,13 @@ def check_cuda_graph(config: Config, strategy: str, device: torch.device) -> Non
         "with model.attention_backend=varlen the micro-steps differ in shape": config.model.attention_backend == "varlen",
         "the micro-steps of data.pairs differ in shape": config.data.pairs is not None,
         "parallel.activation_offload=true allocates memory of the host in each micro-step": parallel.activation_offload,
-        f"parallel.activation_checkpointing={parallel.activation_checkpointing} asks for the state of random numbers; use "
-        "parallel.compile with parallel.activation_memory_budget": parallel.activation_checkpointing != "none",
+        f"parallel.activation_checkpointing={parallel.activation_checkpointing} asks for the state of random numbers, "
+        "which parallel.compile with parallel.activation_memory_budget does not": parallel.activation_checkpointing != "none",
     }
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(
-                f"parallel.cuda_graph=true cannot record this micro-step: {reason}; or set parallel.cuda_graph=false"
+                f"parallel.cuda_graph=true cannot record this micro-step: {reason}; set parallel.cuda_graph=false"
             )
 
 

@@ -24,7 +24,7 @@ def explain_strategy(config: Config, layout: Layout) -> str | None:
     split = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1 and axis != "replicate"]
     if layout.strategy == "ddp":
         makes = f"DDP makes {layout.replicate} replicas, each with the whole state"
-        why = f"it takes {state_bytes(config)} bytes per parameter, which fit in {DDP_MEMORY_SHARE:.0%} of a GPU's memory or in the host's"
+        why = f"it takes {state_bytes(config)} bytes per parameter, which on GPUs fit in {DDP_MEMORY_SHARE:.0%} of their memory; on CPUs that is not asked"
     elif layout.replicate > 1:
         makes = f"FSDP2 makes {layout.replicate} replicas (HSDP)"
         why = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
-from pretrain.data.stream import check_micro_steps
+from pretrain.data.stream import micro_steps_of
 from pretrain.distributed.launcher import command_for, expected_world_size, ranks_of_a_sample
 from pretrain.distributed.mesh import AXES
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
@@ -160,7 +160,7 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
                 f"parallel.compile=model does not work with {_chosen(config, strategy)}, which gathers weights between blocks; use "
                 "parallel.compile=blocks"
             )
-    micro_steps = check_micro_steps(config, replicate * shard)
+    micro_steps = micro_steps_of(config, replicate * shard)
     parallel, bubble_share = config.parallel, 0.0
     if parallel.pipeline > 1 and micro_steps:
         check_micro_batches(config, replicate * shard)

@@ -98,23 +98,28 @@ def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
 
 def check_context(config: Config) -> None:
     """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
-    model, ranks = config.model, config.parallel.context
-    reasons = {
-        f"validation.translation.every_steps={config.validation.translation.every_steps} decodes with a cache of whole sequences": bool(
-            config.validation.translation.every_steps
+    model, ranks, translation = config.model, config.parallel.context, config.validation.translation
+    reasons: dict[tuple[str, str], bool] = {
+        (
+            f"validation.translation.every_steps={translation.every_steps} decodes with a cache of whole sequences",
+            "validation.translation.every_steps=0",
+        ): bool(translation.every_steps),
+        (
+            f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well",
+            "parallel.tensor=1",
+        ): bool(model.predict_ahead and config.parallel.tensor > 1),
+        (f"model.attention_backend={model.attention_backend} needs whole masks", "model.attention_backend=sdpa"): (
+            model.attention_backend in ("flex", "varlen")
         ),
-        f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well": bool(
-            model.predict_ahead and config.parallel.tensor > 1
-        ),
-        f"model.attention_backend={model.attention_backend} needs whole masks; use sdpa": model.attention_backend
-        in ("flex", "varlen"),
     }
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
-        reasons[f"2 x {ranks} stretches of {name}={length} tokens are empty"] = length < 2 * ranks
-    for reason, holds in reasons.items():
+        reasons[f"2 x {ranks} stretches of {name}={length} tokens are empty", f"{name}={2 * ranks} or more"] = (
+            length < 2 * ranks
+        )
+    for (reason, other), holds in reasons.items():
         if ranks > 1 and holds:
-            raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")
+            raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or {other}")
     if ranks > 1 and config.parallel.context_method == "ring":
         _check_ring(config)
 

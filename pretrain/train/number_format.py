@@ -69,8 +69,10 @@ def _largest_ratio(first: float, second: float) -> float:
     return (1 - first) / math.sqrt((1 - second) * (1 - falling)) if falling < 1 else math.inf
 
 
-def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[str]:
-    """A line about products in fp8, if there are any. Raises ConfigError for a network or a device that cannot have them."""
+def plan_fp8(config: Config, network: nn.Module, device: torch.device) -> list[str]:
+    """Give a network without values its products in fp8, if there are any, and return a line about them. Raises ConfigError for a network or a device
+    that cannot have them.
+    """
     precision = config.precision
     if precision.fp8 == "none":
         return []

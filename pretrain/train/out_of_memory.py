@@ -69,7 +69,7 @@ def remedies(config: Config, layout: Layout) -> list[str]:
         found.append("set parallel.activation_checkpointing=full, which computes activations twice")
     elif not parallel.activation_offload and parallel.compile != "model":
         found.append("set parallel.activation_offload=true, which keeps activations in the host's memory")
-    if layout.strategy != "single" or layout.tensor * layout.pipeline > 1:
+    if layout.strategy == "fsdp":
         found.append("use more GPUs for a copy of the model (parallel.shard, tensor, context)")
     return found or ["use a smaller model or a GPU with more memory"]
 

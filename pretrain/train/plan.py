@@ -34,10 +34,10 @@ from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import (
     FormatChoice,
     check_formats,
-    check_fp8,
     check_gradients,
     chosen_format,
     notes_on_format,
+    plan_fp8,
 )
 from pretrain.train.prompts import Prompts, check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
@@ -168,7 +168,7 @@ def _lay_out(
     check_cuda_graph(config, layout.strategy, device)
     check_gradients(config, layout.strategy, layout.replicate)
     optim = config.optim
-    about_fp8 = check_fp8(config, network, device)
+    about_fp8 = plan_fp8(config, network, device)
     notes = about_fp8 + _notes(given, config, layout)
     notes += notes_on_format(given.precision.compute, choice, device)
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes

@@ -12,7 +12,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import RateStage, Schedule
 from pretrain.config.schema import Config
 from pretrain.data.sources import batch_schedule, check_data, consumed_after
-from pretrain.data.stream import check_micro_steps
+from pretrain.data.stream import micro_steps_of
 from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
@@ -58,7 +58,7 @@ def resolve(config: Config) -> Config:
             f"optim.name=schedule_free_adamw takes the place of schedule.name={config.schedule.name}; set schedule.name=constant, which may have a warmup"
         )
     check(config.schedule, config.run.steps, written, consumed_after(config))
-    check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
+    micro_steps_of(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
 
 

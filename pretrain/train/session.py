@@ -8,6 +8,7 @@ import os
 import time
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,24 +17,21 @@ from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
-from pretrain.distributed.cores import kept_on_cores, usable_cores
+from pretrain.distributed.cores import kept_on_cores
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher, expected_world_size, ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, TrainingError, UserError, line_of, print_error
 from pretrain.huggingface.export_check import start_export_check
-from pretrain.models import build_network
 from pretrain.models.compiling import needs_folder
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.observe.rank_file import RankFile
-from pretrain.parallel.explain import explain_ranks, explain_strategy, kept_bytes
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, gradient_bytes, state_bytes
-from pretrain.parallel.pipeline_order import describe_stages
-from pretrain.parallel.strategy import layer_costs
+from pretrain.parallel.explain import explain_ranks
 from pretrain.train.attention_kernel import describe_attention, set_attention_kernel
+from pretrain.train.description import costs_of_layers, describe, describe_other_devices, describe_threads
 from pretrain.train.extensions import NO_EXTENSIONS, Extensions
 from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan, check_without_data, make_plan
@@ -46,7 +44,7 @@ from pretrain.train.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def check(config: Config, processes: int | None = None, explain: bool = False) -> int:
+def check(config: Config, processes: int | None = None, explain: bool = False) -> None:
     """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
     `explain`: print what each rank has.
 
@@ -69,20 +67,13 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
         raise
     if rank == 0:
         origin = _check_directory(plan)
-        print("\n".join([*describe(plan, world_size, origin), *_other_devices(plan, device), *_intentions(plan, origin)]))
+        print(
+            "\n".join([*describe(plan, world_size, origin), *describe_other_devices(plan, device), *_intentions(plan, origin)])
+        )
         if explain:
-            print("\n".join(explain_ranks(plan.layout, plan.config, _layer_costs(plan))))
+            print("\n".join(explain_ranks(plan.layout, plan.config, costs_of_layers(plan))))
         _check_export(plan)
         print("the configuration is valid")
-    return 0
-
-
-def _layer_costs(plan: Plan) -> list[int]:
-    model = plan.config.model
-    if plan.layout.pipeline == 1:
-        return [1] * (model.encoder.layers or 0) + [1] * model.layers
-    with torch.device("meta"):
-        return layer_costs(build_network(model), plan.config)
 
 
 def _check_the_rest(config: Config, world_size: int, device: torch.device, problem: UserError, is_first: bool) -> None:
@@ -102,14 +93,6 @@ def _check_directory(plan: Plan) -> StartingPoint:
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     return find_starting_point(plan, directory, alone, content=False)
-
-
-def _other_devices(plan: Plan, device: torch.device) -> list[str]:
-    """The choice of `auto` on GPUs, for a check on a machine without one."""
-    if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
-        return []
-    fitting = plan.parameters * state_bytes(plan.config) / DDP_MEMORY_SHARE
-    return [f"note     on CPU parallel.strategy=auto takes ddp; on GPUs of less than {bytes_of(round(fitting))} it takes fsdp"]
 
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
@@ -133,8 +116,8 @@ def _check_export(plan: Plan) -> None:
                 raise CheckpointError(problem)
 
 
-def train(config: Config, end: ExitStack, extensions: Extensions = NO_EXTENSIONS) -> int:
-    """Train; 0 when finished, preempted or stopped. UserError is raised after the run's status says `failed`. `end` gives the signals back."""
+def train(config: Config, end: ExitStack, extensions: Extensions = NO_EXTENSIONS) -> None:
+    """Train until the run is finished, preempted or stopped. UserError is raised after its status says `failed`. `end` gives the signals back."""
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
@@ -142,10 +125,14 @@ def train(config: Config, end: ExitStack, extensions: Extensions = NO_EXTENSIONS
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)
-        with kept_on_cores(config.run.affinity, device, local_rank, ranks_of_host(world_size)):
+        kept = partial(kept_on_cores, config.run.affinity, device, local_rank, ranks_of_host(world_size))
+        with kept():
             choice = agreed_format(config, device, meeting)
-            with meeting.doing("plan of the run"):
-                plan = make_plan(config, world_size, device, choice)
+        with meeting.doing("plan of the run"):
+            plan = make_plan(
+                config, world_size, device, choice
+            )  # on all cores: it may prepare text, while the other ranks wait
+        with kept():
             torch.set_float32_matmul_precision("high" if plan.config.precision.tf32 else "highest")
             directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
             _agree(plan, device, meeting, directory, extensions)
@@ -155,7 +142,6 @@ def train(config: Config, end: ExitStack, extensions: Extensions = NO_EXTENSIONS
         meeting.leave(error)
         raise
     distributed.stop()
-    return 0
 
 
 def prepare_process(config: Config) -> None:
@@ -213,7 +199,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
                 *describe(plan, ranks.world_size, origin),
                 *describe_surroundings(place),
                 f"attention {describe_attention(plan.config, ranks.device)}",
-                *_describe_threads(ranks, plan.config.run.affinity),
+                *describe_threads(ranks, plan.config.run.affinity),
             ]
             for line in [*lines, *origin.lines]:
                 log.info(line)
@@ -296,104 +282,3 @@ def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ran
     # If this start never took over the directory, the run there keeps its status.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
         directory.write_status("failed", trainer.settled_step if trainer else 0, line)
-
-
-def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
-    """The run in a few lines. Earlier starts may have read their samples in steps of another size."""
-    config, layout = plan.config, plan.layout
-    model, batch, precision = config.model, config.batch, config.precision
-    sizes = f" of {batch.tokens or batch.sequences * config.data.sequence_length} tokens"
-    samples = plan.data.samples_after(origin.samples, config.run.steps - origin.step)
-    ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
-    if batch.ramp:
-        sizes = f", {samples * config.data.sequence_length:,} tokens"
-    shorter = "".join(f", in rows of {stage.length} until {stage.until_tokens:,} tokens" for stage in batch.lengths)
-    data_ranks = f"{layout.data_size} rank{'s' if layout.data_size > 1 else ''}"
-    micro_steps = f"{layout.micro_steps} micro-step{'s' if layout.micro_steps > 1 else ''}"
-    shares = f"{ramp}{batch.sequences} sequences = {data_ranks} x {micro_steps} x {batch.micro_sequences}"
-    if batch.tokens:
-        shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
-    blocks = f"{model.encoder.layers} + {model.layers}" if model.encoder.layers else model.layers
-    return [
-        f"run      {directory_of(config.run)}: {config.run.steps} step{'s' if config.run.steps > 1 else ''}{sizes}{shorter}",
-        f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
-        f"vocabulary {model.vocab_size}; {plan.flops_per_token(samples):.3g} FLOPs per token",
-        *family_of(model.family).describe(model),
-        *plan.data.describe(samples),
-        *_describe_validation(plan),
-        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
-        *([f"strategy {strategy}"] if (strategy := explain_strategy(config, layout)) else []),
-        *_describe_stages(plan),
-        f"numbers  parameters {precision.master}, compute {precision.compute}, gradients {precision.gradients or precision.master}, "
-        f"their reduction {precision.reduce}, moments {precision.moments}",
-        *plan.optimizers,
-        *_describe_memory(plan),
-        *(f"note     {note}" for note in plan.notes),
-    ]
-
-
-def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
-    """The threads of a process on a CPU, and whether there are fewer or more than cores."""
-    if ranks.device.type != "cpu":
-        return []
-    threads, cores, here = torch.get_num_threads(), usable_cores(), ranks_of_host(ranks.world_size)
-    best = max(1, cores // here)
-    advice = f", {cores - threads * here} idle; run.threads={best} uses more" if threads < best else ""
-    if threads * here > max(cores, here):
-        advice = f", more than there are cores; run.threads={best} gives each its own"
-    kept = f", kept on {len(os.sched_getaffinity(0))} of them" if affinity != "none" else ""
-    processes = f"each of {here} processes" if here > 1 else "1 process"
-    return [f"threads  {threads} in {processes} on {cores} core{'s' if cores > 1 else ''}{kept}{advice}"]
-
-
-def _describe_stages(plan: Plan) -> list[str]:
-    if plan.layout.pipeline == 1:
-        return []
-    return [f"stages   {describe_stages(plan.config.parallel, _layer_costs(plan), plan.layout.bubble)}"]
-
-
-def _describe_memory(plan: Plan) -> list[str]:
-    """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
-    config, layout, parameters = plan.config, plan.layout, plan.parameters
-    precision, means = config.precision, parameters if config.optim.ema_decay is not None else 0
-    of_weights, of_moments = FORMAT_BYTES[precision.master], FORMAT_BYTES[precision.moments]
-    saved = of_weights * parameters + of_moments * (plan.moments - means) + 4 * means
-    of_gradients = gradient_bytes(precision, layout.strategy)
-    held = f"{saved / parameters + of_gradients:.3g} bytes per parameter"
-    if layout.state_parts > 1:
-        held += f" over {layout.state_parts} ranks"
-    offloaded = config.parallel.offload and layout.strategy == "fsdp"
-    place = " of host memory" if offloaded else ""
-    kept, state = kept_bytes(config, layout), -(-(saved + of_gradients * parameters) // layout.state_parts)
-    per = "per rank on average" if layout.pipeline > 1 else "per rank"
-    if kept:
-        what = "gathered weights" if layout.strategy == "fsdp" else "weights cast once per step"
-        held += f", and {bytes_of(kept)} of {what} in {config.precision.compute}"
-        held += " on the device" if offloaded else ""
-    return [
-        f"memory   {bytes_of(state if offloaded else state + kept)}{place} {per} for weights, gradients and moments ({held}), computed; "
-        "activations come on top (tools/estimate_memory.py)",
-        f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter){_describe_held(plan, saved)}",
-    ]
-
-
-def _describe_held(plan: Plan, saved: int) -> str:
-    """The host's memory that checkpoints in the background take. Each replica writes a share."""
-    if not plan.config.checkpoint.asynchronous:
-        return ""
-    ranks = plan.layout.state_parts * plan.layout.replicate
-    return f", written beside training from copies of {bytes_of(saved // ranks)} in each rank's host memory"
-
-
-def bytes_of(number: int) -> str:
-    """A number of bytes as a person writes it, in powers of 1,000."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e3:.3g} kB"
-
-
-def _describe_validation(plan: Plan) -> list[str]:
-    most = plan.config.validation.sequences
-    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.data.validation]
-    return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]

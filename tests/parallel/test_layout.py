@@ -381,18 +381,18 @@ def test_matrices_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_t
 
 
 @pytest.mark.parametrize(
-    "overrides, message",
+    "overrides, message, other",
     [
-        (["parallel.tensor=2", "model.predict_ahead=1"], "parallel.context=2: model.predict_ahead=1 shifts sequences, which parallel.tensor=2 cuts as well"),
-        (["data.sequence_length=3"], "parallel.context=2: 2 x 2 stretches of data.sequence_length=3 tokens are empty"),
-        (["model.attention_backend=flex", "data.document_mask=true"], "parallel.context=2: model.attention_backend=flex needs whole masks; use sdpa"),
+        (["parallel.tensor=2", "model.predict_ahead=1"], "parallel.context=2: model.predict_ahead=1 shifts sequences, which parallel.tensor=2 cuts as well", "parallel.tensor=1"),
+        (["data.sequence_length=3"], "parallel.context=2: 2 x 2 stretches of data.sequence_length=3 tokens are empty", "data.sequence_length=4 or more"),
+        (["model.attention_backend=flex", "data.document_mask=true"], "parallel.context=2: model.attention_backend=flex needs whole masks", "model.attention_backend=sdpa"),
     ],
 )  # fmt: skip
-def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, message):
+def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, message, other):
     written, _ = load_config(config_file, ["parallel.strategy=fsdp", "parallel.context=2", *overrides])
     with pytest.raises(ConfigError) as raised:
         resolve(written)
-    assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
+    assert str(raised.value) == f"{message}; set parallel.context=1, or {other}"
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "expert"])

@@ -191,6 +191,7 @@ def test_stages_that_contradict_themselves_are_refused(config_file, prepared, ot
         overrides, message = [], "data.sources: every weight is 0"
     code, printed = run_main(str(config_file), "--check", *overrides)
     assert code == 2 and message in printed, printed
+    assert printed.splitlines()[-1].startswith((f"error: {config_file}:", "error: command line: data.stages"))  # where it was written
 
 
 def test_budgets_of_tokens_are_shares_and_the_end_of_the_data(config_file, prepared, other):

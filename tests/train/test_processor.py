@@ -18,7 +18,7 @@ from pretrain.distributed import cores
 from pretrain.distributed.cores import cores_near, share_of_cores, usable_cores
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError
-from pretrain.train import session
+from pretrain.train import description, session
 
 
 def collected(config_file: str, *overrides: str) -> tuple[list[int], bool, int]:
@@ -110,8 +110,8 @@ def test_the_threads_of_a_process_are_said_and_set(pool, config_file):
     assert threads == 3 and "threads  3 in 1 process on" in printed
     assert ("more than there are cores; run.threads=" in printed) == (usable_cores() < 3)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    with patch.object(session, "usable_cores", lambda: 2), patch.object(torch, "get_num_threads", lambda: 1):
-        assert session._describe_threads(alone, "none") == ["threads  1 in 1 process on 2 cores, 1 idle; run.threads=2 uses more"]
+    with patch.object(description, "usable_cores", lambda: 2), patch.object(torch, "get_num_threads", lambda: 1):
+        assert description.describe_threads(alone, "none") == ["threads  1 in 1 process on 2 cores, 1 idle; run.threads=2 uses more"]
     assert torch.get_num_threads() != 3
 
 
@@ -181,6 +181,26 @@ def test_each_process_of_a_run_is_kept_on_cores_of_its_own(pool, config_file):
     assert first[0][0] | second[0][0] == everything and not first[0][0] & second[0][0]
     assert first[0][1] == second[0][1] == everything and first[1] == second[1] == len(everything)
     assert f"on {len(everything)} cores, kept on {len(first[0][0])} of them" in first[2]
+
+
+def cores_of_the_plan(config_file: str, *overrides: str) -> set[int]:
+    """The cores that this process may use while it makes the plan, and with it prepares text."""
+    seen, made = set(), session.make_plan
+
+    def make_plan(*given):
+        seen.update(os.sched_getaffinity(0))
+        return made(*given)
+
+    with patch.object(session, "make_plan", make_plan):
+        code, printed = run_main(config_file, *overrides)
+    assert code == 0, printed
+    return seen
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_text_is_prepared_on_all_cores_while_the_other_processes_wait(pool, config_file):
+    options = ("run.steps=1", "schedule.warmup_steps=0", "parallel.strategy=ddp", "run.affinity=cores")
+    assert pool.launch(2, cores_of_the_plan, str(config_file), *options) == [os.sched_getaffinity(0)] * 2
 
 
 def test_cores_that_do_not_suffice_are_an_error(config_file):

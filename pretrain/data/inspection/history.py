@@ -24,7 +24,7 @@ from pretrain.config.written import from_recorded
 from pretrain.data.samples import Samples
 from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
-from pretrain.data.stream import BatchSchedule, Stream, check_micro_steps
+from pretrain.data.stream import BatchSchedule, Stream, micro_steps_of
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE
 
@@ -119,7 +119,7 @@ class History:
         Raises ConfigError if the ranks cannot share the batches.
         """
         ranks = ranks or (config.parallel.replicate or 1) * (config.parallel.shard or 1)
-        check_micro_steps(config, ranks)
+        micro_steps_of(config, ranks)
         data = config.data
         seed = config.run.seed if data.seed is None else data.seed
         config = dataclasses.replace(config, data=dataclasses.replace(data, seed=seed))

@@ -191,7 +191,16 @@ def test_stages_that_contradict_themselves_are_refused(config_file, prepared, ot
         overrides, message = [], "data.sources: every weight is 0"
     code, printed = run_main(str(config_file), "--check", *overrides)
     assert code == 2 and message in printed, printed
-    assert printed.splitlines()[-1].startswith((f"error: {config_file}:", "error: command line: data.stages"))  # where it was written
+
+
+def test_a_refusal_says_where_its_key_was_written_even_if_it_shows_no_value(config_file, prepared, other):
+    set_data(config_file, sources=sources(prepared, other))
+    _, printed = run_main(str(config_file), "--check", "data.stages=[{weights: {z: 1}}]")
+    assert printed.splitlines()[-1].startswith("error: command line: data.stages.0.weights: no source is called 'z'")
+    set_data(config_file, sources=[{"path": str(prepared), "weight": 0}])
+    _, printed = run_main(str(config_file), "--check")
+    line = config_file.read_text().splitlines().index("  sources:") + 1
+    assert printed.splitlines()[-1].startswith(f"error: {config_file}:{line}: data.sources: every weight is 0")
 
 
 def test_budgets_of_tokens_are_shares_and_the_end_of_the_data(config_file, prepared, other):

@@ -35,7 +35,7 @@ def check_cuda_graph(config: Config, strategy: str, device: torch.device) -> Non
         raise ConfigError("parallel.cuda_graph=true has no effect on a CPU; set it to false")
     reasons = {
         f"model.experts.count={config.model.experts.count}: the host adds up what routers report": config.model.experts.count,
-        f"model.family={family} is code of transformers, which may wait for the device": not family_of(family).splits,
+        f"model.family={family} is code of transformers, which may wait for the device": not family_of(family).is_ours,
         "with model.attention_backend=varlen the micro-steps differ in shape": config.model.attention_backend == "varlen",
         "the micro-steps of data.pairs differ in shape": config.data.pairs is not None,
         "parallel.activation_offload=true allocates memory of the host in each micro-step": parallel.activation_offload,

@@ -69,7 +69,7 @@ def check_options(config: Config) -> None:
 
 def _check_fp8(config: Config) -> None:
     family, schedule = config.model.family, config.parallel.pipeline_schedule
-    if not family_of(family).splits:
+    if not family_of(family).is_ours:
         raise ConfigError(
             f"precision.fp8={config.precision.fp8}: models of model.family={family} are code of transformers, whose products stay as they are; "
             "set it to none"

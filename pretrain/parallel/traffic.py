@@ -108,7 +108,7 @@ def _unknown(config: Config, layout: Layout) -> bool:
     """Whether a layout has no formula: compiled blocks, sizes that differ from step to step, recomputed collectives."""
     parallel = config.parallel
     recomputed = parallel.activation_checkpointing != "none" and (layout.tensor > 1 or layout.context > 1 or layout.expert > 1)
-    of_others = not family_of(config.model.family).splits and layout.strategy == "fsdp"
+    of_others = not family_of(config.model.family).is_ours and layout.strategy == "fsdp"
     return bool(parallel.compile != "none" or recomputed or of_others or parallel.offload or not layout.micro_steps)
 
 

@@ -90,7 +90,7 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
         return "trains no bias, and model.positions=relative has one"
     if asked == "cudnn" and config.run.deterministic:
         return "is not deterministic in backward, as run.deterministic asks"
-    return _refusal_of_widths(config, asked) if family_of(model.family).splits else None
+    return _refusal_of_widths(config, asked) if family_of(model.family).is_ours else None
 
 
 def _refusal_of_varlen(config: Config) -> str | None:
@@ -149,7 +149,7 @@ def _has_products(config: Config) -> bool:
     says otherwise.
     """
     switches = config.model.attention
-    if not family_of(config.model.family).splits or switches.soft_cap or switches.sinks or config.model.attention_dropout:
+    if not family_of(config.model.family).is_ours or switches.soft_cap or switches.sinks or config.model.attention_dropout:
         return False
     has_any = config.data.pairs is not None or config.model.encoder.layers > 0  # their lengths differ
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
@@ -206,7 +206,7 @@ _KERNELS = {
 
 def describe_attention(config: Config, device: torch.device) -> str:
     """What computes attention in training, by `run.attention_kernel`, this device, and this process's threads."""
-    if not family_of(config.model.family).splits:
+    if not family_of(config.model.family).is_ours:
         return "as transformers computes it"
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "blocks of keys in a ring"

@@ -121,7 +121,7 @@ def _refuse_unknown(config: Config) -> None:
             "data.pairs is not known to the estimate of memory, because lengths of pairs vary; start a short run on a GPU and look at `memory` in its "
             "metrics"
         )
-    if not family_of(config.model.family).splits:
+    if not family_of(config.model.family).is_ours:
         raise ConfigError(
             f"model.family={config.model.family} is not known to the estimate of memory, because its attention is code of transformers; start a short "
             "run on a GPU and look at `memory` in its metrics"

@@ -187,14 +187,14 @@ def needs_masks(config: Config) -> bool:
     """Whether attention is more than causal: with document masks, a window that is shorter than a sample, sinks or a soft-cap."""
     switches = config.model.attention
     is_cut = 0 < (switches.window or 0) < config.data.sequence_length
-    return family_of(config.model.family).masks and bool(
+    return family_of(config.model.family).is_ours and bool(
         config.data.document_mask or is_cut or switches.soft_cap or switches.sinks
     )
 
 
 def _check_masks(config: Config) -> None:
     model = config.model
-    if not family_of(model.family).masks:
+    if not family_of(model.family).is_ours:
         if config.data.document_mask:
             raise ConfigError(
                 f"data.document_mask=true: models of model.family={model.family} take no document masks; set it to false"
@@ -208,7 +208,7 @@ def _check_masks(config: Config) -> None:
 
 def _check_loss_weights(config: Config) -> None:
     for number, source in enumerate(config.data.sources):
-        if source.loss_weight != 1 and (config.model.encoder.layers or not family_of(config.model.family).splits):
+        if source.loss_weight != 1 and (config.model.encoder.layers or not family_of(config.model.family).is_ours):
             raise ConfigError(
                 f"data.sources.{number}.loss_weight={source.loss_weight:g}: only our decoders weigh the losses of sequences, not encoder-decoders "
                 "and models that are code of transformers; remove it"
@@ -219,7 +219,7 @@ def _check_sharing(config: Config) -> None:
     """Raise ConfigError for ranks that cannot share the network or its sequences."""
     for axis in ("tensor", "context", "pipeline", "expert"):
         size = getattr(config.parallel, axis)
-        if size > 1 and not family_of(config.model.family).splits:
+        if size > 1 and not family_of(config.model.family).is_ours:
             raise ConfigError(
                 f"parallel.{axis}={size}: models of model.family={config.model.family} are code of transformers, which ranks cannot share; "
                 f"set parallel.{axis}=1"
@@ -232,7 +232,7 @@ def _check_sharing(config: Config) -> None:
 
 def _check_recomputation(config: Config) -> None:
     family = config.model.family
-    if config.parallel.activation_checkpointing == "selective" and not family_of(family).keeps_results:
+    if config.parallel.activation_checkpointing == "selective" and not family_of(family).is_ours:
         raise ConfigError(
             f"parallel.activation_checkpointing=selective: blocks of model.family={family} may change the results of projections in place, "
             "which gives wrong gradients; set it to full"
@@ -247,7 +247,7 @@ def _check_width(config: Config) -> None:
     reasons = {
         f"model.family={model.family} is code of transformers, which draws its weights itself": not family_of(
             model.family
-        ).splits,
+        ).is_ours,
         "model.tie_embeddings=true makes one table of two that are scaled differently": model.tie_embeddings,
         f"model.init={model.init} has a scale of its own": model.init == "fan_in",
         f"model.embedding_multiplier={model.embedding_multiplier} makes updates of embeddings grow with the width": model.embedding_multiplier

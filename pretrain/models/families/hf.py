@@ -121,8 +121,6 @@ HF = _Own(
     weights=(),
     rope=None,
     prefix="",
-    masks=False,
-    splits=False,
-    keeps_results=False,
+    is_ours=False,
     packages=("transformers",),
 )

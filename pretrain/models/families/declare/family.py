@@ -105,10 +105,8 @@ class Family:
     prefix       what stands before every name of the trunk; files of the base model, without a head, and older ones leave it out
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
-    masks        attention takes masks: of documents, windows, sinks
-    splits       its networks are made of our layers, which ranks can share (`parallel.tensor`, `parallel.context`)
-    keeps_results
-                 no block changes the result of a projection in place, so that it can be stored for backward
+    is_ours      its networks are made of our layers: ranks can share them, attention takes masks, and no block changes the result of a
+                 projection in place. False: they are code of transformers
     packages     packages beside torch that compute it, which ranks must have in one version
     """
 
@@ -137,9 +135,7 @@ class Family:
     elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()
     balance: float | None = None
-    masks: bool = True
-    splits: bool = True
-    keeps_results: bool = True
+    is_ours: bool = True
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -34,5 +34,6 @@ if [ ! -e "$work/pairs" ]; then
     --output "$work/pairs"
 fi
 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/translation_multi30k.yaml "$@"
+rm -f runs/translation_multi30k/validation.en  # of an earlier call
 .venv/bin/python tools/translate.py --model runs/translation_multi30k --input "$data.val.de.gz" --reference "$data.val.en.gz" \
   --lowercase --beam 5 --output runs/translation_multi30k/validation.en

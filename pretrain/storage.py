@@ -259,6 +259,19 @@ def refuse_existing(output: Path) -> None:
         raise DataError(f"{output}: already exists; choose another output or remove it first")
 
 
+def refuse_existing_file(output: Path) -> None:
+    """Raise DataError, naming `output`, if something is there, or if no file can be written there. Its folder is made if it is missing."""
+    if os.path.lexists(output):
+        raise DataError(f"{output}: already exists; choose another output or remove it first")
+    try:
+        if not exists(output.parent):
+            output.parent.mkdir(parents=True)
+        output.open("x").close()  # a read-only disk or a name that is too long shows only so
+        output.unlink()
+    except OSError as error:
+        raise DataError(f"{output}: cannot be created: {error.strerror}; choose another output") from error
+
+
 def rename_into_place(stage: Path, output: Path) -> None:
     """Rename the directory `stage` to `output`, durably. Raises DataError if something appeared there in the meantime."""
     try:

@@ -103,12 +103,14 @@ def translate_sources(
 
 def translate_file(
     model: Path, source: str, reference: str | None, search: Search, lowercase: bool
-) -> tuple[list[str], Scores | None]:
-    """The translation of each line of a file, and with references their scores. The translation of an empty line is empty.
+) -> tuple[list[str], list[str] | None]:
+    """The translation of each line of a file, and the lines of `reference`. The translation of an empty line is empty.
 
-    Raises DataError, naming the line, for one that is not UTF-8, that the tokenizer refuses, or that has a token which the model does not
+    Raises ConfigError if there are references and no sacrebleu to score them. Raises DataError, naming the line, for one that is not UTF-8, that the tokenizer refuses, or that has a token which the model does not
     know. Raises DataError for a reference with another number of lines.
     """
+    if reference:
+        require_sacrebleu()
     network, source_tokenizer, tokenizer = open_translator(model)
     model, end = network.config, tokenizer.eod_id
     known_ids([end], model.vocab_size, "the end of a translation")
@@ -132,7 +134,7 @@ def translate_file(
     translations = [""] * len(lines)
     for i, tokens in zip(filled, found):
         translations[i] = text_of(tokenizer, tokens)
-    return translations, score(translations, references, lowercase) if references else None
+    return translations, references
 
 
 def _usable_lines(file: str, lowercase: bool) -> Iterator[Line]:

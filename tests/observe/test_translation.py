@@ -1,6 +1,9 @@
 """Scores of translations against sacrebleu's own numbers and a plain edit distance."""
 
 import dataclasses
+import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair_files import split_of
+from running import tool
 
 from pretrain.config.model_schema import EncoderConfig, Model
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Translation
 from pretrain.data.pairs.prepared_pairs import PreparedPairs, prepare_pairs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
@@ -120,3 +124,78 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(ConfigError, match=r'run pip install -c constraints.txt -e "\.\[translation\]"$'):
         score(HYPOTHESES, REFERENCES)
+    monkeypatch.setattr(translation, "open_translator", lambda path: pytest.fail("a model was opened first"))
+    with pytest.raises(ConfigError, match="BLEU and chrF need sacrebleu"):
+        translation.translate_file(Path("m"), "in", "reference", Search(), False)
+
+
+@pytest.fixture
+def translated(tmp_path, monkeypatch) -> list[str]:
+    """Options of tools/translate.py, which takes each line for its own translation."""
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text("a\nb\n")
+
+    def echo(model, source, reference, search, lowercase):
+        return Path(source).read_text().split(), Path(reference).read_text().split() if reference else None
+
+    monkeypatch.setattr(translation, "translate_file", echo)
+    return ["--model", "m", "--input", "in"]
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("in", "in: already exists; choose another output or remove it first"),
+        (".", ".: already exists"),
+        ("in/out", "in/out: cannot be created: Not a directory"),
+        ("x" * 300, "cannot be created: File name too long"),
+    ],
+)
+def test_a_place_for_translations_is_judged_first_and_keeps_what_it_has(translated, monkeypatch, capsys, output, says):
+    """The input was replaced without a word, and other places were found bad after all the work."""
+    monkeypatch.setattr(translation, "translate_file", lambda *_: pytest.fail("it translated first"))
+    assert tool("translate").main([*translated, "--output", output]) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("error: ") and said.count("\n") == 1
+    assert Path("in").read_text() == "a\nb\n" and os.listdir() == ["in"]
+
+
+def test_translations_are_written_before_they_are_scored(translated, monkeypatch, capsys):
+    def failing(*_):
+        raise DataError("no score")
+
+    monkeypatch.setattr(translation, "score", failing)
+    assert tool("translate").main([*translated, "--reference", "in", "--output", "new/out"]) == 1
+    assert Path("new/out").read_text() == "a\nb\n" and "no score" in capsys.readouterr().err
+
+
+def test_scores_as_json_follow_the_translations(translated, capsys):
+    pytest.importorskip("sacrebleu")
+    assert tool("translate").main([*translated, "--reference", "in", "--json"]) == 0
+    *lines, scores = capsys.readouterr().out.splitlines()
+    assert lines == ["a", "b"] and json.loads(scores)["cer"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_ratio", "nan"), ("max_ratio", "inf"), ("beam", "1000000"), ("length_penalty", "400"), ("length_penalty", "nan"), ("max_extra", "0")],
+)
+def test_options_of_a_search_have_the_ranges_of_the_configuration(capsys, name, value):
+    """They ended in tracebacks."""
+    [key] = [field for field in dataclasses.fields(Translation) if field.name == name]
+    with pytest.raises(SystemExit):
+        tool("translate").main(["--model", "m", "--input", "in", f"--{name.replace('_', '-')}", value])
+    assert f"{value} is not in {key.metadata['ge']}..{key.metadata['le']}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--beam", "x"], "argument --beam: invalid int value: 'x'"),
+        (["--length-penalty", "2"], "--length-penalty has no effect with --beam 1"),
+    ],
+)
+def test_options_of_a_search_without_a_meaning_are_refused(capsys, options, says):
+    with pytest.raises(SystemExit):
+        tool("translate").main(["--model", "m", "--input", "in", *options])
+    assert says in capsys.readouterr().err

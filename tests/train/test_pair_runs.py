@@ -237,7 +237,9 @@ def test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree(pool
     assert len(re.findall("hypothesis ", log)) == 2 == len(re.findall("reference  ", log))
     words = ["--model", run, "--input", digits / "validation.source", "--reference", digits / "validation.target"]
     assert tool("translate").main([str(w) for w in [*words, "--json"]]) == 0
-    from_tool = json.loads(capsys.readouterr().out)
+    *translations, found = capsys.readouterr().out.splitlines()
+    assert translations == (digits / "validation.target").read_text().splitlines()
+    from_tool = json.loads(found)
     assert {n: from_tool[n] for n in scores} == pytest.approx(scores)
     assert tool("translate").main([str(w) for w in [*words, "--beam", "3", "--output", tmp_path / "out"]]) == 0
     assert "WER 0.00" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def read_prompts(path: Path) -> Iterator[str]:
     from pretrain.errors import DataError
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text:

@@ -171,12 +171,14 @@ def choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, gener
     if top_k:
         kept = logits_V.topk(min(top_k, logits_V.numel()))
         logits_V = torch.full_like(logits_V, -torch.inf).scatter_(0, kept.indices, kept.values)
-    # From the largest down, so that a temperature next to 0 leaves no infinity but those of what is never drawn.
-    probabilities_V = ((logits_V - logits_V.max()) / max(temperature, 1e-30)).softmax(-1)
+    # From the largest down, so that a temperature next to 0 leaves no infinity but those of what is never drawn. The limits are finite in fp32.
+    probabilities_V = ((logits_V - logits_V.max()) / min(max(temperature, 1e-30), 1e30)).softmax(-1)
     if top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
-        # What is before a token must not be enough already: the likeliest is always among them.
-        sorted_V = sorted_V.where(sorted_V.cumsum(0) - sorted_V < top_p, 0)
+        # What is before a token must not be enough already. The likeliest is always among them, even if top_p is 0 in fp32.
+        is_kept_V = sorted_V.cumsum(0) - sorted_V < top_p
+        is_kept_V[0] = True
+        sorted_V = sorted_V.where(is_kept_V, 0)
         probabilities_V = torch.zeros_like(probabilities_V).scatter_(0, order_V, sorted_V)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
 
@@ -207,7 +209,7 @@ class Search:
 
     def normalised(self, score: float, length: int) -> float:
         """The score of a hypothesis of `length` tokens, its end included."""
-        return score / ((5 + length) / 6) ** self.length_penalty
+        return score * ((5 + length) / 6) ** -self.length_penalty  # a divisor could exceed all floats
 
 
 @dataclass

@@ -61,6 +61,8 @@ def test_a_prompt_may_hold_any_separator_but_the_end_of_a_line(run, tmp_path, ca
     (tmp_path / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
     lines, _ = answers(capsys, "--model", run, "--prompt-file", tmp_path / name, "--max-tokens", "1")
     assert [line["prompt"] for line in lines] == prompts
+    (tmp_path / name).write_text("\n".join(rows) + "\n", encoding="utf-8-sig")
+    assert answers(capsys, "--model", run, "--prompt-file", tmp_path / name, "--max-tokens", "1")[0] == lines, "a byte order mark"
 
 
 @pytest.mark.parametrize(

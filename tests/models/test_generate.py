@@ -122,7 +122,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_that_probability():
     assert drawn(top_p=0.3) == {1}
     assert drawn(top_p=0.5) == {1, 3}
     assert drawn(top_p=0.75) == {1, 3, 4}
-    assert drawn(top_p=1e-9) == {1}
+    assert drawn(top_p=1e-9) == drawn(top_p=1e-300) == {1}  # the second is 0 in fp32, and left nothing to draw from
     assert drawn(top_p=0.75, top_k=2) == {1, 3}  # of what top_k leaves, 0.4 and 0.3 are 0.57 and 0.43
     assert drawn(top_p=0.5, top_k=2) == {1}
     assert drawn(top_p=0.5, temperature=100.0) == {1, 3, 4}  # nearly even: three of five have half
@@ -241,6 +241,13 @@ def test_a_temperature_next_to_nothing_is_greedy():
     ours, _ = pair("plain")
     for temperature in (1e-5, 1e-42, 5e-324):
         assert generate(ours, PROMPT, 12, temperature=temperature, seed=3) == generate(ours, PROMPT, 12)
+
+
+def test_a_temperature_beyond_fp32_draws_evenly():
+    """At 1e40 the logits that top_k leaves out became NaN."""
+    logits = torch.tensor([3.0, 1.0, 2.0, -5.0])
+    drawn = [choose(logits, 1e40, 3, 1.0, torch.Generator().manual_seed(s)) for s in range(600)]
+    assert set(drawn) == {0, 1, 2} and all(150 < drawn.count(token) < 250 for token in range(3))
 
 
 def test_models_of_transformers_generate_in_batches_of_equal_length(tmp_path):

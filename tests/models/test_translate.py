@@ -56,6 +56,12 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(network, penalty):
     assert penalty == 0 or any(results)
 
 
+def test_a_length_penalty_that_no_float_holds_is_a_score_next_to_zero():
+    """It was an OverflowError of a long hypothesis, within the range of validation.translation.length_penalty."""
+    assert Search(length_penalty=100.0).normalised(-3.0, 100_000) == 0.0
+    assert Search(length_penalty=0.6).normalised(-3.0, 7) == pytest.approx(-3.0 / 2**0.6)
+
+
 def test_greedy_takes_the_likeliest_token_each_time(network):
     inputs, search = sources(8), Search(max_ratio=1.0, max_extra=4)
     for row, result in enumerate(found(network, inputs, search)):

@@ -219,15 +219,17 @@ def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options
 
     def interrupted(name, *arguments):
         tools.append(name)
-        if name == "prepare_data.py" and len(tools) == 3:
+        if len(tools) in (2, 5):
             raise KeyboardInterrupt
         done(name, *arguments)
 
     monkeypatch.setattr(quality, "_tool", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        quality.prepare_text(options)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            quality.prepare_text(options)
     text = quality.prepare_text(options)
-    assert tools == ["collect_source.py", "train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
+    begun = ["collect_source.py", "train_tokenizer.py"]
+    assert tools == [*begun, *begun, "prepare_data.py", "prepare_data.py"]
     assert quality.prepare_text(options) == text and (tmp_path / "train.bin").stat().st_size > 100_000
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import ConfigError, DataError, run_tool  # noqa: E402
 from pretrain.progress import MEGABYTE  # noqa: E402
+from pretrain.storage import refuse_existing_file  # noqa: E402
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
@@ -37,17 +38,17 @@ def standard_library() -> Path:
 
 
 def collect_python_source(output: str | Path, root: str | Path | None = None, max_megabytes: float = 11) -> Collection:
-    """Write the Python files under `root` (default: the standard library) to `output` as JSON lines {"path", "text"}.
+    """Write the Python files under `root` (default: the standard library) to the new file `output` as JSON lines {"path", "text"}.
 
     Tests, caches and installed packages are left out. Files come in the order of their paths and stop before the one
-    that would exceed `max_megabytes` of text. Raises DataError when there is nothing to collect.
+    that would exceed `max_megabytes` of text. Raises DataError when there is nothing to collect, and for an `output` that exists.
     """
     if not max_megabytes > 0:  # not a number, for one
         raise ConfigError(f"--max-mb {max_megabytes}: expected a number above 0")
     root, output = Path(root or standard_library()), Path(output)
     if not root.is_dir():
         raise DataError(f"{root}: no such directory")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    refuse_existing_file(output)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     files = size = undecodable = 0
     try:
@@ -81,7 +82,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="new file")
     parser.add_argument("--root", metavar="DIR", help="where to look (default: the interpreter's standard library)")
     parser.add_argument("--max-mb", type=float, default=11, help="most text to collect, in MB (default: %(default)s)")
     arguments = parser.parse_args(argv)

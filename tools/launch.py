@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="--gpus is a number of processes that need no device")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the target")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the manifest is kept (default: runs/launch/)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="new file for the manifest (default: one in runs/launch/, which the next launch replaces)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.gpus < 1:
@@ -71,7 +71,7 @@ def launch(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print(f"# {file}\n{manifest}", end="")
         else:
-            keep(manifest, file)
+            keep(manifest, file, replaces=arguments.output is None)
     if arguments.dry_run:
         print(shlex.join(command))
         return 0
@@ -87,8 +87,11 @@ def launch(arguments: argparse.Namespace) -> int:
         ) from error
 
 
-def keep(manifest: str, file: Path) -> None:
+def keep(manifest: str, file: Path, replaces: bool) -> None:
+    """Write the manifest. `replaces`: over whatever is there; otherwise LaunchError is raised, unless that is the same manifest."""
     try:
+        if not replaces and os.path.lexists(file) and not (file.is_file() and file.read_bytes() == manifest.encode()):
+            raise LaunchError(f"--output {file}: already exists with other content; choose another file or remove it first")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(manifest, encoding="utf-8")
     except OSError as error:

@@ -238,6 +238,23 @@ def test_a_client_that_is_not_installed_is_named_and_the_manifest_kept(tmp_path)
     assert yaml.safe_load((tmp_path / "t.yaml").read_text())["resources"]["accelerators"] == "H100:1"
 
 
+def test_a_manifest_is_kept_in_the_place_of_no_other_file(tmp_path, monkeypatch, capsys):
+    """An unrelated file was replaced without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    words = ["--config", str(ROOT / CONFIG), "--target", "kubernetes", *[f"--set={k}={v}" for k, v in GIVEN["kubernetes"].items()]]
+    (tmp_path / "mine.yaml").write_text("mine")
+    refused = "error: --output mine.yaml: already exists with other content; choose another file or remove it first\n"
+    assert tool("launch").main([*words, "--output", "mine.yaml"]) == 2 and capsys.readouterr().err == refused
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+    for more in (["--output", "a.yaml"], ["--output", "a.yaml"], ["--nodes", "2"], []):  # the same again, or another in its own folder
+        assert tool("launch").main([*words, *more]) == 2
+        assert "kubectl is not installed here; the manifest is" in capsys.readouterr().err
+    assert tool("launch").main([*words, "--nodes", "2", "--output", "a.yaml"]) == 2
+    assert "--output a.yaml: already exists" in capsys.readouterr().err
+    assert (tmp_path / "a.yaml").read_text() == (tmp_path / "runs" / "launch" / "quickstart.kubernetes.yaml").read_text()
+
+
 # ---- templates ---------------------------------------------------------------------------------------------------------------
 
 

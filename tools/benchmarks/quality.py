@@ -96,6 +96,7 @@ def prepare_text(options: Options) -> Text:
         require(found == size, f"{work} holds a text of {found} MB, not of {size}: name another --work, or the same --scale")
     (work / "megabytes").write_text(size)
     if not (work / "tokenizer").exists():  # it is written at once, and after the corpus
+        corpus.unlink(missing_ok=True)  # of an interrupted start
         _tool("collect_source.py", "--output", str(corpus), "--root", str(root), "--max-mb", size)
         _tool(
             "train_tokenizer.py", "--input", str(corpus), "--vocab-size", str(VOCABULARY), "--model-type", "bpe",

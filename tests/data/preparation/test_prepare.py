@@ -318,6 +318,17 @@ def test_python_source_is_collected_in_a_fixed_order(tmp_path, capsys):
     assert collect_tool.main(["--output", str(output), "--root", str(tmp_path / "none")]) == 1
 
 
+@pytest.mark.parametrize("output", ["kept", "folder", ".."])
+def test_collected_source_replaces_nothing(tmp_path, monkeypatch, capsys, output):
+    """A file was replaced, and of a folder the name of a temporary file was told."""
+    (tmp_path / "kept").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert collect_tool.main(["--output", output, "--max-mb", "0.1"]) == 1
+    assert capsys.readouterr().err == f"error: {output}: already exists; choose another output or remove it first\n"
+    assert (tmp_path / "kept").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+
+
 def test_the_standard_library_feeds_the_quickstart(tmp_path, capsys):
     output = tmp_path / "source.jsonl"
     assert collect_tool.main(["--output", str(output), "--max-mb", "1"]) == 0

@@ -14,7 +14,7 @@ from pretrain.errors import run_tool  # noqa: E402
 
 SHOWN, SHOWN_IN_HTML = 8, 64  # samples, unless --samples says more
 SIGHTINGS = 100  # of a document, in the text
-LINES, WIDTH = 12, 100  # of the text
+LINES, WIDTH, WIDEST = 12, 100, 5000  # of the text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +73,8 @@ def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     for name, least in (("samples", 0), ("lines", 0), ("width", 40), ("epochs", 1), ("ranks", 1)):
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if arguments.width is not None and arguments.width > WIDEST:
+        parser.error(f"--width must be at most {WIDEST}")
 
 
 def check_ways(parser: argparse.ArgumentParser, arguments: argparse.Namespace, asked: str) -> None:
@@ -103,6 +105,8 @@ def inspect(arguments: argparse.Namespace) -> None:
     if arguments.coverage:
         from pretrain.data.inspection.coverage import measure_coverage
 
+        if arguments.step is not None:
+            history.stretch_of(arguments.step)  # refuses 0, for which coverage would advise to give a step
         coverage = measure_coverage(history, arguments.step)
         show(arguments, coverage, views.coverage_lines(coverage, arguments.width))
     elif arguments.document is not None:

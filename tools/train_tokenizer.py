@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         "--sample-pieces", type=int, default=SAMPLE_PIECES, help="2 kB stretches of text to learn from (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
+    if arguments.lowercase and arguments.model_type == "byte":
+        parser.error("--lowercase has no effect with --model-type byte, which learns from no text; leave it out")
     return run_tool(
         lambda: print(
             train_tokenizer(

@@ -46,6 +46,8 @@ from pretrain.train.plan import with_format
 from pretrain.train.resolve import resolve
 
 _GPU = torch.device("cuda")
+_MOST_TOKENS = 2**24
+"""Tokens of a micro-step that are estimated. It takes minutes: its losses are computed in chunks, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     """
     config = with_format(resolve(take_rest(given, world_size)), FormatChoice("bf16", "GPUs compute in it"))
     _refuse_unknown(config)
+    refuse_micro_sequences(config.batch.micro_sequences, config.data.sequence_length)
     parameters = count_parameters(_network(config))
     layout = plan_layout(config, world_size, parameters, device_memory)
     stages = []
@@ -129,6 +132,15 @@ def _refuse_unknown(config: Config) -> None:
     if config.model.vocab_size is None:
         raise ConfigError(
             "model.vocab_size is not given, and the estimate of memory opens no data; give it as model.vocab_size=N"
+        )
+
+
+def refuse_micro_sequences(sequences: int, length: int) -> None:
+    """Raise ConfigError for more sequences in a micro-step than are estimated. `length`: tokens of each."""
+    if sequences * length > _MOST_TOKENS:
+        raise ConfigError(
+            f"batch.micro_sequences={sequences} is too large for the estimate of memory: it takes at most {_MOST_TOKENS:,} tokens in a micro-step; "
+            f"give at most {max(1, _MOST_TOKENS // length)}"
         )
 
 

@@ -269,6 +269,7 @@ def test_what_an_encoder_decoder_holds_is_shared_like_the_rest():
         (("parallel.tensor=3",), 3, "parallel.tensor=3", ConfigError),
         (("model.vocab_size=null",), 1, "model.vocab_size is not given, and the estimate of memory opens no data", ConfigError),
         (("parallel.strategy=single",), 2, "runs in one process", LaunchError),
+        (("batch.micro_sequences=1000000000", "batch.sequences=1000000000"), 1, "batch.micro_sequences=1000000000 is too large for the estimate", ConfigError),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(overrides, ranks, said, kind):
@@ -295,6 +296,10 @@ def test_the_tool_says_what_fits(capsys):
     assert rows[1] == ["activation_checkpointing", "8", "64"] and [row[0] for row in rows[2:5]] == ["none", "selective", "full"]
     assert not rows[4][1].endswith("!") and rows[2][2].endswith("!")
     assert the_tool().main([*command, "parallel.cuda_graph=true"]) == 2
+    capsys.readouterr()
+    assert the_tool().main([*command, "--micro-sequences", "8", "1000000000"]) == 2  # it went on for days
+    printed = capsys.readouterr()
+    assert not printed.out and "takes at most 16,777,216 tokens in a micro-step; give at most 131072\n" in printed.err
 
 
 def test_the_tool_tells_the_stages_of_a_pipeline_and_that_loads_of_experts_are_even(capsys):

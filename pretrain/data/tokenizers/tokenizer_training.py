@@ -34,6 +34,8 @@ SPLIT_PATTERN = (
 """The pieces in which byte_bpe merges: words, up to 3 digits, punctuation, white space (cl100k_base; Llama 3's tokenizer.json)."""
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
+MOST_IDS = 10_000_000
+"""The largest vocabulary that is trained. Libraries take memory for all of it first, and end the process if they cannot."""
 PIECE_BYTES = 2048  # longest stretch of text handed to SentencePiece at once
 SAMPLE_PIECES = 200_000  # stretches kept of a larger corpus: at most 400 MB of text in memory
 _SENTENCEPIECE_TOKENS = ("<unk>", "<s>", "</s>")
@@ -109,8 +111,8 @@ def _check_arguments(
         raise ConfigError(f"--vocab-size is required for --model-type {model_type}")
     if sample_pieces < 1:
         raise ConfigError(f"--sample-pieces {sample_pieces}: expected at least 1")
-    if vocab_size is not None and vocab_size < 1:
-        raise ConfigError(f"--vocab-size {vocab_size}: expected at least 1")
+    if vocab_size is not None and not 1 <= vocab_size <= MOST_IDS:
+        raise ConfigError(f"--vocab-size {vocab_size}: expected {'at least 1' if vocab_size < 1 else f'at most {MOST_IDS}'}")
     if not inputs and model_type != "byte":
         raise ConfigError(f"--input is required for --model-type {model_type}")
 

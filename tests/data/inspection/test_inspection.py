@@ -331,6 +331,7 @@ def test_the_page_is_written_where_it_is_asked_for(planned, tmp_path, capsys):
         (["--document", "-1", "--source", "a"], 1, "document -1: a has documents 0..299"),
         (["--coverage"], 1, "has made no step; give --step N"),
         (["--coverage", "--step", "99"], 1, "step 99 is beyond the last step"),
+        (["--coverage", "--step", "0"], 1, "step 0: the steps of a run are counted from 1"),
     ],
 )
 def test_what_the_run_does_not_have_is_refused_in_a_line(planned, capsys, what, code, said):
@@ -376,6 +377,7 @@ TEXT_ONLY = (("--lines", "0"), ("--ids",))
         ["--run", "R", "--coverage", "--rank", "0"],
         ["--run", "R", "--coverage", "--html", "x.html"],
         ["--run", "R", "--step", "1", "--width", "3"],
+        ["--run", "R", "--step", "1", "--width", "5001"],
         ["--run", "R", "--step", "1", "--html", "x.html", "--json"],
         *(["--run", "R", "--step", "1", *option, *other] for option in (*TEXT_ONLY, ("--width", "50")) for other in (("--json",), ("--html", "x"))),
         *(["--run", "R", *what, *option] for what in (("--coverage",), ("--document", "2")) for option in (*TEXT_ONLY, ("--samples", "3"))),

@@ -354,6 +354,7 @@ def test_a_vocabulary_too_small_for_bytes_and_characters_says_how_large_it_must_
         (("byte", 300), "a byte tokenizer has exactly 257"),
         (("byte_bpe", 256), "--vocab-size 256: bytes, end of text and special tokens alone need 257"),
         (("unigram", 0), "--vocab-size 0: expected at least 1"),
+        (("byte_bpe", 10**9), "--vocab-size 1000000000: expected at most 10000000"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(corpus, tmp_path, arguments, message):
@@ -384,6 +385,9 @@ def test_the_tool_trains_and_ends_with_one_line(corpus, tmp_path, capsys):
     assert code == 1
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {out}: already exists; choose another output or remove it first"
     assert train_tool.main(["--input", str(corpus), "--model-type", "bpe", "--output", str(out)]) == 2
+    with pytest.raises(SystemExit):
+        train_tool.main(["--model-type", "byte", "--lowercase", "--output", str(tmp_path / "bytes")])
+    assert "--lowercase has no effect with --model-type byte" in capsys.readouterr().err
 
 
 def test_an_end_token_added_as_an_ordinary_token_stays_text_in_a_document(tmp_path):

@@ -295,6 +295,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
         ("checkpoint", "--work", f"{tmp_path}/found.jsonl"): f"--work {tmp_path}/found.jsonl: not a directory",
         ("speed", "--one-rank-of", "4", "--rank", "4", "parallel.strategy=fsdp"): "--rank=4 is no rank of --one-rank-of=4; give one of 0 to 3",
         ("speed", "--one-rank-of", "4", "parallel.strategy=ddp", "run.device=cpu"): "A rank of ddp computes what one process does: measure parallel.strategy=single",
+        ("speed", "--rank", "1"): "--rank 1 has no effect without --one-rank-of; leave it out",
         ("speed", "batch.sequences=4"): "batch.sequences=4: --micro, --accumulation and --steps decide it; remove it",
         ("speed", "run={device: cpu, steps: 3}"): "--micro, --accumulation and --steps decide it; remove it",
         ("matmul", "--model", "configs/quickstart.yaml"): "configs/quickstart.yaml: model.vocab_size is left to the data, which is not read here; set it",

@@ -127,7 +127,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
         metavar="N",
         help="let this process alone compute what a rank of N does: by its kernels and with its memory, but exchanges move nothing",
     )
-    speed.add_argument("--rank", type=int, default=0, metavar="R", help="with --one-rank-of: which rank (default: 0)")
+    speed.add_argument("--rank", type=int, metavar="R", help="with --one-rank-of: which rank (default: 0)")
     speed.add_argument("--name", default="", help="what the row is called (default: the options)")
     add_files(speed)
     speed.set_defaults(measure=compare_speed)
@@ -138,6 +138,9 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
 
     from pretrain.distributed.launcher import launched_ranks
 
+    if arguments.rank is not None and arguments.one_rank_of is None:
+        raise ConfigError(f"--rank {arguments.rank} has no effect without --one-rank-of; leave it out")
+    arguments.rank = arguments.rank or 0
     asked = Speed(
         arguments.config, arguments.length, arguments.micro, arguments.accumulation, arguments.steps, tuple(arguments.overrides),
         arguments.profile, arguments.one_rank_of, arguments.rank,

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import run_tool  # noqa: E402
 
+TEXT_FIELD, DOCUMENTS = "text", "file"
 SETTINGS = ("tokens", "length", "dtype", "text_field", "documents", "shots", "limit", "task_folder")
 """The options that decide a result, besides what is evaluated."""
 
@@ -33,8 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task-folder", type=Path, metavar="DIR", help="folder of task files of your own")
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=int, metavar="N", help="questions of each task (default: all)")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="field or column of the text (default: text)")
-    parser.add_argument("--documents", choices=("file", "line"), default="file", help="what a document of a plain text file is")
+    parser.add_argument("--text-field", metavar="NAME", help=f"field or column of the text (default: {TEXT_FIELD})")
+    parser.add_argument(
+        "--documents", choices=("file", "line"), help=f"what a document of a plain text file is (default: {DOCUMENTS})"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="take no further document after so many tokens of a text")
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens that the model sees at once (default: as many as it knows)"
@@ -55,6 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("task_folder", "shots", "limit"):
         if getattr(arguments, name) is not None and not arguments.tasks:
             parser.error(f"--{name.replace('_', '-')} has no effect without --tasks")
+    for name, default in (("text_field", TEXT_FIELD), ("documents", DOCUMENTS)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif not arguments.text:
+            parser.error(f"--{name.replace('_', '-')} has no effect without --text; leave it out")
     return run_tool(lambda: evaluate(arguments))
 
 

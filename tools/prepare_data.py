@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES  # noqa: E402
+from pretrain.data.preparation.inputs import InputFile  # noqa: E402
 from pretrain.data.preparation.preparation_plan import TEXT_MODES, Settings  # noqa: E402
 from pretrain.data.preparation.prepare import merge, prepare  # noqa: E402
 from pretrain.data.preparation.process_pool import usable_cores  # noqa: E402
@@ -51,13 +52,23 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} has no effect without --dataset; leave it out")
     if arguments.fim_spm_rate is not None and not arguments.fim_rate:
         parser.error("--fim-spm-rate has no effect without --fim-rate; give both, or leave it out")
-    # Folders, patterns and URLs may hold .bin files, so only names of files are judged.
-    named = [Path(name) for name in arguments.input or []]
-    if arguments.ids_dtype and all(path.suffix.lower() != ".bin" and path.is_file() for path in named):
-        parser.error("--ids-dtype has no effect, because no input is a .bin file; leave it out")
+    _check_inputs(parser, arguments)
+    arguments.text_mode = arguments.text_mode or Settings.text_mode
     arguments.dataset_split = arguments.dataset_split or "train"
     arguments.fim_spm_rate = Settings.fim_spm_rate if arguments.fim_spm_rate is None else arguments.fim_spm_rate
     return arguments
+
+
+def _check_inputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with bad usage for an option about a kind of file that no input is. Folders, patterns and URLs may hold any, so only names of files are judged."""
+    named = [Path(name) for name in arguments.input or []]
+    if not all(path.is_file() for path in named):
+        return
+    if arguments.ids_dtype and all(path.suffix.lower() != ".bin" for path in named):
+        parser.error("--ids-dtype has no effect, because no input is a .bin file; leave it out")
+    kinds = {InputFile(path.name, str(path), 0, 0).kind(arguments.ids_dtype) for path in named}
+    if arguments.text_mode and named and "text" not in kinds:
+        parser.error("--documents has no effect, because no input is a plain text file; leave it out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         "--text-field", default="text", metavar="F[,F]", help="field of the text; several fields are joined by a blank line"
     )
     parser.add_argument(
-        "--documents", dest="text_mode", choices=TEXT_MODES, default="file", help="what a document is in plain text files"
+        "--documents",
+        dest="text_mode",
+        choices=TEXT_MODES,
+        help=f"what a document is in plain text files (default: {Settings.text_mode})",
     )
     parser.add_argument("--ids-field", default="", metavar="F", help="field of token ids, taken instead of text")
     parser.add_argument("--ids-dtype", default="", choices=("", *IDS_DTYPES), help="type of the ids in .bin files")

@@ -10,13 +10,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import run_tool  # noqa: E402
 
+SECONDS = 2.0
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="between two looks (default: 2)")
+    parser.add_argument("--seconds", type=float, metavar="S", help=f"between two looks (default: {SECONDS:g})")
     parser.add_argument("--once", action="store_true", help="print the page once, and end")
     arguments = parser.parse_args(argv)
+    if arguments.once and arguments.seconds is not None:
+        parser.error("--seconds has no effect with --once; leave one of them out")
+    arguments.seconds = SECONDS if arguments.seconds is None else arguments.seconds
     if not 0 < arguments.seconds < threading.TIMEOUT_MAX:
         parser.error(f"--seconds {arguments.seconds:g} is no time above 0")
     return run_tool(lambda: watch(arguments))

@@ -250,6 +250,8 @@ def test_another_tokenizer_than_the_data_s_is_an_error(pool, config_file, prepar
         ([], "nothing to evaluate on"),
         (["--text", "x", "--shots", "2"], "--shots has no effect without --tasks"),
         (["--text", "x", "--batch-size", "0"], "--batch-size 0 is not above 0"),
+        (["--data", "d", "--text-field", "foo"], "--text-field has no effect without --text"),
+        (["--data", "d", "--documents", "line"], "--documents has no effect without --text"),
     ],
 )
 def test_options_without_effect_are_refused(capsys, words, says):

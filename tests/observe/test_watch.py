@@ -123,6 +123,12 @@ def test_a_run_that_has_logged_nothing_yet_is_shown_and_a_folder_without_a_run_i
         page(tmp_path, 80)
 
 
+def test_a_time_between_looks_has_no_effect_on_one_look(run, capsys):
+    with pytest.raises(SystemExit):
+        tool("watch").main([str(run), "--once", "--seconds", "5"])
+    assert "--seconds has no effect with --once" in capsys.readouterr().err
+
+
 def test_a_followed_log_holds_what_all_of_it_says_and_reads_only_what_was_added(tmp_path, monkeypatch):
     """Each look read all lines again: of a run with 100,000, a page every 2 s took more than a core."""
     file, draw = tmp_path / METRICS_FILE, random.Random(7)

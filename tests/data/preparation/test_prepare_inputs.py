@@ -791,6 +791,18 @@ def test_the_training_of_tokenizers_reads_the_same_texts(tmp_path):
         list(read_documents([tmp_path / "c.npy"]))
 
 
+def test_what_a_document_of_plain_text_is_has_no_effect_without_plain_text(tmp_path, byte_tokenizer, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.txt").write_text("b\nc\n")
+    command = ["--tokenizer", str(byte_tokenizer), "--output", str(tmp_path / "o"), "--workers", "1", "--documents", "line"]
+    with pytest.raises(SystemExit) as ended:
+        tool("prepare_data").main([*command, "--input", str(tmp_path / "a.jsonl")])
+    said = "--documents has no effect, because no input is a plain text file; leave it out"
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert tool("prepare_data").main([*command, "--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == 0
+    assert "(3 documents," in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

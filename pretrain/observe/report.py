@@ -88,5 +88,6 @@ def draw(runs: list[Path], output: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
     pyplot.close(figure)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import DataError, reason_of
-from pretrain.observe.profile_time import COMMUNICATION, LOSS, spent
+from pretrain.errors import DataError, line_of, reason_of
+from pretrain.observe.profile_time import COMMUNICATION, LOSS, STEP, spent
 from pretrain.observe.report import pyplot_for_files
 
 COLOURS = {
@@ -20,6 +21,7 @@ COLOURS = {
     "collectives": "#805ad5",
 }
 TRACE = re.compile(r"step-(\d+)\.rank-(\d+)\.trace\.json\.gz")
+_AGAIN = "profile the step again, or give another by --step"
 GAP = 0.02
 """Milliseconds between pieces of one kind that are drawn as one."""
 
@@ -52,6 +54,8 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 def read_step(run: Path, step: int | None = None) -> list[RankTime]:
     """The ranks of a profiled step, by default of the last one. Raises DataError without such a step, and for a damaged trace."""
+    if not run.is_dir():
+        raise DataError(f"{run}: no such directory; give the directory of a run")
     found = {(int(m[1]), int(m[2])): path for path in (run / "profile").glob("*.gz") if (m := TRACE.fullmatch(path.name))}
     steps = sorted({number for number, _ in found})
     if not steps or (step is not None and step not in steps):
@@ -66,10 +70,11 @@ def _read(path: Path, rank: int) -> RankTime:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
         took = spent(events, any(event.get("cat") == "kernel" for event in events))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise DataError(
-            f"{path}: cannot be read as a trace: {reason_of(error) if isinstance(error, OSError) else error}"
-        ) from error
+    except StopIteration as error:
+        raise DataError(f"{path}: cannot be read as a trace: it lacks the span of the step, {STEP!r}; {_AGAIN}") from error
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else line_of(error)
+        raise DataError(f"{path}: cannot be read as a trace: {reason}; {_AGAIN}") from error
     stretches: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLOURS}
     for piece in sorted(took.pieces, key=lambda one: one.start):
         kind = {LOSS: LOSS, "optimizer": "optimizer", COMMUNICATION: "waiting for ranks"}.get(

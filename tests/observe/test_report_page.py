@@ -182,6 +182,14 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
     assert said.startswith("error: ") and str(tmp_path / "file") in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["page.html", "losses.png"])
+def test_the_folder_of_a_page_or_picture_is_made(tmp_path, name):
+    if name == "losses.png":
+        pytest.importorskip("matplotlib")
+    assert tool("report").main([str(write_run(tmp_path)), "--output", str(tmp_path / "new" / name)]) == 0
+    assert (tmp_path / "new" / name).stat().st_size > 1000
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     stories = [read_story(write_run(tmp_path / folder)) for folder in ("one", "other")]
     assert [run["name"] for run in page_data(stories)["runs"]] == [

@@ -78,6 +78,20 @@ def test_a_damaged_trace_is_named(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     assert tool("timeline").main([str(tmp_path), "--output", str(tmp_path / "a.png")]) == 1
     assert "cannot be read as a trace" in capsys.readouterr().err
+    for content, why in (
+        ({"traceEvents": [1]}, "AttributeError: 'int' object has no attribute 'get'"),
+        ({"traceEvents": []}, f"it lacks the span of the step, '{STEP}'"),
+        ({}, "KeyError: 'traceEvents'"),
+    ):
+        path.write_bytes(gzip.compress(json.dumps(content).encode()))
+        assert tool("timeline").main([str(tmp_path), "--output", str(tmp_path / "a.png")]) == 1
+        said = capsys.readouterr().err
+        assert said == f"error: {path}: cannot be read as a trace: {why}; profile the step again, or give another by --step\n"
+
+
+def test_a_directory_that_does_not_exist_is_said_not_to(tmp_path, capsys):
+    assert tool("timeline").main([str(tmp_path / "none"), "--output", str(tmp_path / "a.png")]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no such directory; give the directory of a run\n"
 
 
 def test_a_picture_has_the_name_that_was_given(tmp_path, capsys):

@@ -249,7 +249,7 @@ def _prepare_split(
         counts.invalid = tally.invalid - left_out
         counts.source_tokens, counts.target_tokens = (writer.tokens for writer in writers)
         if not counts.pairs:
-            raise DataError(f"{split.source[0]}: none of its {counts.lines} lines gives a pair ({counts.describe(directory)})")
+            raise DataError(_no_pairs(split, tally))
     names = {"sources": ", ".join(map(str, split.source)), "targets": ", ".join(map(str, split.target))}
     content = {"format": FORMAT, "version": VERSION, "pairs": counts.pairs}
     content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
@@ -257,6 +257,17 @@ def _prepare_split(
         content[INVALID_KEY] = write_invalid(directory, tally.invalid_rows)
     content["preparation"] = {**names, **asdict(options), **asdict(counts)}
     (directory / NAME).write_text(sealed_json(content), encoding="utf-8")
+
+
+def _no_pairs(split: Split, tally: Tally) -> str:
+    """Why a split has no pair. Nothing of it is kept, its invalid.jsonl neither."""
+    counts = split.counts
+    limits = ", or raise --max-source-length or --max-target-length" if counts.too_long else ""
+    first = f"; the first invalid line is {': '.join(tally.invalid_rows[0])}" if counts.invalid else ""
+    return (
+        f"{split.source[0]}: none of its {counts.lines:,} lines gives a pair ({counts.empty:,} with an empty side, {counts.too_long:,} too long, "
+        f"{counts.invalid:,} invalid); correct the files{limits}{first}"
+    )
 
 
 def _usable(

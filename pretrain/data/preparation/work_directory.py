@@ -63,12 +63,15 @@ class WorkDirectory:
         """
         refuse_url("--output", output)
         refuse_url("--work", work)
+        if work and Path(work).exists() and not Path(work).is_dir():
+            raise ConfigError(f"--work {work}: not a directory; give a folder")
         directory = cls(Path(output), work)
         path, parent = directory.path, directory._whole.parent
         with contextlib.ExitStack() as stack:
             while True:
                 with writing(directory.output):
                     parent.mkdir(parents=True, exist_ok=True)
+                with writing(Path(work) if work else directory.output):
                     directory._parent.mkdir(parents=True, exist_ok=True)
                     if directory._parent.stat().st_dev != parent.stat().st_dev:
                         raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")

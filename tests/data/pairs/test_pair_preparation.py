@@ -205,6 +205,17 @@ def test_more_unusable_pairs_than_max_invalid_are_an_error_that_names_the_first_
     assert tool("prepare_pairs").main([*unusable, "--max-invalid", "-1"]) == 2
 
 
+def test_where_nothing_is_left_the_first_reason_is_told(unusable, capsys):
+    """It pointed to a list that is removed with all the rest."""
+    Path("s").write_bytes(b"d\xff\n\n")
+    Path("t").write_text("d\n\n")
+    assert tool("prepare_pairs").main([*unusable, "--max-invalid", "4"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: s: none of its 2 lines gives a pair (1 with an empty side, 0 too long, 1 invalid); correct the files; the first invalid line is s, line 1: not valid UTF-8"
+    )
+    assert sorted(path.name for path in Path().iterdir()) == ["s", "t"]
+
+
 def test_the_tool_writes_both_parts_and_says_what_it_left_out(tmp_path, byte_tokenizer, capsys):
     train, validation = (split_of(tmp_path, n, sentences(30, s), sentences(30, s + 1)) for n, s in (("t", 1), ("v", 5)))
     words = ["--source", train.source[0], "--target", train.target[0], "--validation-source", validation.source[0]]

@@ -610,6 +610,14 @@ def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_
         work.rmdir()
 
 
+def test_a_file_in_the_place_of_the_work_is_named_and_not_the_output(inputs, trained, tmp_path):
+    (tmp_path / "held.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"^--work .*held\.txt: not a directory; give a folder$"):
+        prepare(inputs, trained["bpe"], tmp_path / "out", work=tmp_path / "held.txt")
+    with pytest.raises(DataError, match=r"^[^ ]*held\.txt/work: cannot be written"):
+        prepare(inputs, trained["bpe"], tmp_path / "out", work=tmp_path / "held.txt" / "work")
+
+
 # A full disk.
 
 

@@ -17,13 +17,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section, identity_of_today, of_today
-from pretrain.errors import CheckpointError, UnreadableError, line_of, shown
+from pretrain.errors import CheckpointError, UnreadableError, UserError, line_of, shown
 from pretrain.storage import exists, flush, sha256_of, unrepeated
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 METADATA = ".metadata"
@@ -67,6 +68,17 @@ def resolve(path: Path, key: str | None = None) -> list[Path]:
     if not found:
         raise CheckpointError(f"{setting}{path}: is neither a complete checkpoint nor a run directory with one")
     return found
+
+
+def read_newest(path: Path, read: Callable[[Path], T]) -> T:
+    """`read` of the checkpoint that a path means. Where its run removes it meanwhile (`checkpoint.keep_last`), of the one that is the newest then."""
+    while True:
+        checkpoint = resolve(path)[-1]
+        try:
+            return read(checkpoint)
+        except (UserError, OSError):
+            if exists(checkpoint):
+                raise
 
 
 def manifest_hash(checkpoint: Path) -> str:

@@ -53,7 +53,7 @@ def follow(
             step = files.step_of(checkpoint)
             try:
                 results, tokens = evaluate(checkpoint), files.load_state(checkpoint)["tokens"]
-            except (CheckpointError, OSError):
+            except (CheckpointError, DataError, OSError):
                 if checkpoint.is_dir():
                     raise
                 continue

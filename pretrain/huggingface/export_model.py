@@ -69,7 +69,10 @@ def export(
     ConfigError, and leaves nothing behind.
     """
     refuse_existing(output)
-    checkpoint = files.resolve(path)[-1]
+    return files.read_newest(path, lambda checkpoint: _export(checkpoint, output, dtype, verify, shard_bytes, averaged))
+
+
+def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_bytes: int, averaged: bool) -> Exported:
     with ByteProgress(
         "verifying the checkpoint", sum(item["bytes"] for item in files.read_manifest(checkpoint).values())
     ) as seen:

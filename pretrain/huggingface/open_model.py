@@ -63,14 +63,27 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     notes: list[str] = []
     if (path / "config.json").is_file():
         source = HfDirectory(path, family or _family_for(path, notes))
-        model, weights, place, tokens = source.model, source.whole(cast), path, path
-    else:
-        if family and path.is_dir():
-            raise ConfigError(
-                f"--family {family} has no effect on {path}, which is no Hugging Face directory (no config.json); leave it out"
-            )
-        model, weights, place = read_checkpoint(path, cast)
-        tokens = place / "tokenizer"
+        return _opened(source.model, source.whole(cast), path, path, device, dtype, notes)
+    if family and path.is_dir():
+        raise ConfigError(
+            f"--family {family} has no effect on {path}, which is no Hugging Face directory (no config.json); leave it out"
+        )
+
+    def read(checkpoint: Path) -> Opened:
+        return _opened(*read_checkpoint(checkpoint, cast), checkpoint / "tokenizer", device, dtype, [])
+
+    return files.read_newest(path, read)
+
+
+def _opened(
+    model: Model,
+    weights: dict[str, Tensor],
+    place: Path,
+    tokens: Path,
+    device: torch.device | str,
+    dtype: str,
+    notes: list[str],
+) -> Opened:
     if model.encoder.layers:
         raise ConfigError(f"{place} is an encoder-decoder; use tools/translate.py")
     network = build(model, weights, MODEL_DTYPES[dtype]).to(device)
@@ -135,13 +148,21 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
     """An encoder-decoder in fp32 on the CPU, and the tokenizers of its two sides. `path`: as for `open_model`."""
     if (path / "config.json").is_file():
-        model, weights = read_hf(path)
-        place = source = target = path
-    else:
-        model, weights, place = read_checkpoint(path)
-        source, target = place / "source_tokenizer", place / "tokenizer"
+        return _translator(*read_hf(path), path, path, path)
+
+    def read(checkpoint: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
+        model, weights, _ = read_checkpoint(checkpoint)
+        source, target = checkpoint / "source_tokenizer", checkpoint / "tokenizer"
         if model.encoder.share_embedding and not source.is_dir():  # trained on spans, or imported
             source = target
+        return _translator(model, weights, checkpoint, source, target)
+
+    return files.read_newest(path, read)
+
+
+def _translator(
+    model: Model, weights: dict[str, Tensor], place: Path, source: Path, target: Path
+) -> tuple[nn.Module, Tokenizer, Tokenizer]:
     if not model.encoder.layers:
         raise ConfigError(f"{place} is a decoder alone; use tools/generate.py")
     return build(model, weights), load_tokenizer(source), load_tokenizer(target)

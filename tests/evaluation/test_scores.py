@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import tool, train
 
+from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.config.model_schema import Model, Rope
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.evaluation import follow
 from pretrain.evaluation.scores import Scorer, documents_of, prepared_documents
 from pretrain.evaluation.texts import TextWatch
+from pretrain.huggingface import open_model as open_model_file
 from pretrain.huggingface.open_model import Opened, open_model
 from pretrain.models import build_network
 from pretrain.models.families import complete
@@ -172,6 +174,31 @@ def test_following_a_run_that_is_silent_for_long_says_so_once(tmp_path, monkeypa
     (tmp_path / "status.json").write_text('{"state": "finished", "updated": "2026-11-24T08:00:00Z"}')
     assert list(follow.follow(tmp_path, lambda _: {}, ["text"], {}, 1.0, tell=told.append)) == [] and len(told) == 1
 
+
+
+def test_a_checkpoint_that_its_run_removes_while_it_is_opened_is_left_for_the_newest_one(pool, config_file, tmp_path, monkeypatch):
+    """It was refused as one without a tokenizer, and `--follow` ended."""
+    run = train(pool, 1, config_file, "run.steps=4", "checkpoint={every_steps: 2, keep_last: 0}", "schedule.warmup_steps=0")
+    older, newest = complete_checkpoints(run / "checkpoints")
+    kept = open_model(older)
+    shutil.copytree(newest, tmp_path / "kept")
+    load = open_model_file.load_tokenizer
+
+    def removed_before(path):
+        if newest.is_dir():
+            shutil.rmtree(newest)
+        return load(path)
+
+    monkeypatch.setattr(open_model_file, "load_tokenizer", removed_before)
+    opened = open_model(run)
+    expected = dict(kept.network.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in opened.network.named_parameters())
+    shutil.copytree(tmp_path / "kept", newest)
+    with pytest.raises(CheckpointError, match="step-00000004: does not exist"):  # one that was named
+        open_model(newest)
+    shutil.copytree(tmp_path / "kept", newest)
+    followed = list(follow.follow(run, lambda checkpoint: open_model(checkpoint) and {"loss": 1.0}, ["text"], {}, 1.0, tell=print))
+    assert [step for step, _ in followed] == [2]
 
 
 def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_file, prepared, tmp_path, capsys):

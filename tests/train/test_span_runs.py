@@ -262,14 +262,19 @@ def test_inspection_shows_what_a_run_takes_out(pool, span_config, capsys):
     inspect = tool("inspect_data").main
     assert inspect(["--run", str(run), "--step", "3", "--samples", "0", "--json"]) == 0
     step = json.loads(capsys.readouterr().out)
-    assert step["digest_matches"] and step["objective"] == "span_corruption" and step["target_tokens"] == 16 * 6
+    assert step["digest_matches"] and step["objective"] == "span_corruption" and step["taken_out"] == 16 * 6
+    # Three spans have a sentinel each. That makes the run's own count.
+    assert step["target_tokens"] == 16 * (6 + 3 + 1) == read_metrics(run)[0]["tokens"]
+    assert inspect(["--run", str(run), "--coverage", "--json"]) == 0
+    [covered] = json.loads(capsys.readouterr().out)["sources"]
+    assert covered["targets"] == read_metrics(run)[-1]["tokens"]
     plan = make_plan(load_config(span_config)[0], 1, torch.device("cpu"))
     batch = plan.data.loader(0, 1).read(32)
     for sample, target in zip(step["shown"], batch.inputs["targets_BT"].tolist(), strict=True):
         assert [token for token in sample["targets"] if token is not None] == [token for token in target[:-1] if token < 257]
     assert inspect(["--run", str(run), "--step", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "96 of 640 tokens are taken out in spans and carry a loss, as do sentinels and ends" in printed
+    assert "160 carry a loss: 96 of 640 tokens, taken out in spans, their sentinels, and ends" in printed
     assert "taken out: tokens " in printed
 
 

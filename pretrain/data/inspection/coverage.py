@@ -16,6 +16,7 @@ from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.order import UNIT
 from pretrain.data.samples import Packed, Samples
 from pretrain.data.stream import Shuffle
+from pretrain.data.tasks import Spans
 from pretrain.errors import DataError
 
 _LISTED = 1 << 22  # samples listed at a time
@@ -78,14 +79,17 @@ class _Drawn:
 
     source: Samples
     packing: str
+    spans: Spans | None
     ranges: dict[Shuffle, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def measure_coverage(history: History, step: int | None = None) -> Coverage:
     """Measure what a run has read after `step` steps (default: all that it has made). Raises DataError for a step that it lacks."""
     step = history.current if step is None else step
-    if step < 1:
-        raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
+    if not step:
+        raise DataError(
+            f"{history.name} has read nothing before its first step; give --step N to see what it will have read then"
+        )
     history.stretch_of(step)  # refuses a step that does not exist
     drawn: dict[tuple, _Drawn] = {}
     inputs = 0
@@ -109,7 +113,7 @@ def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after:
     before, until = stream.mixture.counts(first), stream.mixture.counts(after)
     for number, source in enumerate(stream.sources):
         key = source.data.fingerprint, packing, source.sequence_length
-        one = drawn.setdefault(key, _Drawn(source, packing))
+        one = drawn.setdefault(key, _Drawn(source, packing, Spans.of_data(stretch.config.data)))
         one.source = source  # its latest name
         if before[number] < until[number]:
             one.ranges.setdefault(stream.shuffle, []).append((before[number], until[number]))
@@ -122,6 +126,8 @@ def _covered(one: _Drawn) -> SourceCoverage:
     totals = source.totals()
     exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
     tokens, targets = ((total * drawn + size // 2) // size for total in (totals.tokens, totals.targets))  # in proportion
+    if one.spans is not None:
+        targets = drawn * one.spans.target_length  # with sentinels and ends
     return SourceCoverage(
         name=source.name,
         path=str(source.data.path),

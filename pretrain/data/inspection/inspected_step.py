@@ -91,6 +91,7 @@ class InspectedStep:
     seed: int
     samples_of: dict[str, int]
     target_tokens: int
+    taken_out: int | None
     digest: str
     logged_digest: str | None
     asked: int
@@ -148,7 +149,8 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         boundary_loss=config.data.boundary_loss,
         seed=stream.shuffle.seed,
         samples_of={source.name: count for source, count in zip(stream.sources, counts)},
-        target_tokens=target_tokens,
+        target_tokens=target_tokens if spans is None else (after - first) * spans.target_length,
+        taken_out=None if spans is None else target_tokens,
         digest=own,
         logged_digest=logged,
         asked=len(wanted),

@@ -52,8 +52,8 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
 
 
 def _targets(step: InspectedStep, inputs: int) -> str:
-    if step.objective == "span_corruption":
-        return f"{step.target_tokens:,} of {inputs:,} tokens are taken out in spans and carry a loss, as do sentinels and ends"
+    if step.taken_out is not None:
+        return f"{step.target_tokens:,} carry a loss: {step.taken_out:,} of {inputs:,} tokens, taken out in spans, their sentinels, and ends"
     return f"{step.target_tokens:,} of {inputs:,} carry a loss"
 
 

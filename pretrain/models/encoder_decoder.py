@@ -35,22 +35,22 @@ class DecodingLayerCache:
 
 
 class DecodingCache:
-    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B or 1, 1, 1, S]."""
+    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B or 1, 1, 1, S].
+
+    A stage of a pipeline fills in its own layers. A rank may have two stages, so each has to know alone whether it has read the sources.
+    """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.layers = [DecodingLayerCache(capacity) for _ in range(layers)]
-        self.source_mask: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Target positions that are in it. A network with some of the layers fills in these alone."""
-        return max(layer.own.length for layer in self.layers)
+        self.source_masks: dict[range, Tensor] = {}
+        """By the layers of a stage that has read the sources."""
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
         self.reorder(rows)
-        if len(self.source_mask) > 1:
-            self.source_mask = self.source_mask.index_select(0, rows)
+        self.source_masks = {
+            span: mask.index_select(0, rows) if len(mask) > 1 else mask for span, mask in self.source_masks.items()
+        }
         for layer in self.layers:
             layer.cross = layer.cross and tuple(x.index_select(0, rows) for x in layer.cross)
 
@@ -204,17 +204,17 @@ class EncoderDecoder(nn.Module):
         """
         config, encoded = self.config, self.first_of_decoder
         span = span or range(encoded + config.layers)
-        reads = cache is None or cache.source_mask is None
-        memory_mask = _real(source_lengths_B, source_BS) if reads else cache.source_mask
+        reads = cache is None or span not in cache.source_masks
+        memory_mask = _real(source_lengths_B, source_BS) if reads else cache.source_masks[span]
         if cache:
-            cache.source_mask = memory_mask
+            cache.source_masks[span] = memory_mask
         if span.start < encoded and reads:
             dropped = make_dropout(config, keys_B, source_BS.shape[1], self.rows_at_hand)
             hidden = (self.encode(source_BS, memory_mask, dropped, span, *hidden),)
         if span.stop <= encoded:
             return hidden
         dropout = make_dropout(config, keys_B, tokens_BT.shape[1], self.rows_at_hand)
-        start = cache.length if cache else 0
+        start = cache.layers[max(0, span.start - encoded)].own.length if cache else 0
         mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
         if span.start <= encoded:
             hidden = (self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding"), *hidden)
@@ -248,7 +248,7 @@ class EncoderDecoder(nn.Module):
         def states(ids: Tensor) -> Tensor:
             return self.rows_at_hand(torch.empty(*ids.shape, self.config.dim, dtype=self.compute_dtype, device="meta"))
 
-        memory = () if span.start == 0 or (cache is not None and cache.source_mask is not None) else (states(source_BS),)
+        memory = () if span.start == 0 or (cache is not None and span in cache.source_masks) else (states(source_BS),)
         return (states(tokens_BT), *memory) if span.start > self.first_of_decoder else memory
 
     def encode(

@@ -272,7 +272,7 @@ def run_in_chunks_of_7(config_file: str, *overrides: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, DDP), pytest.param((4, FSDP, "parallel.tensor=2"), marks=pytest.mark.slow), pytest.param((2, FSDP, "parallel.pipeline=2"), marks=pytest.mark.slow), pytest.param((3, FSDP), marks=pytest.mark.slow)]
+    "layout", [(2, DDP), pytest.param((4, FSDP, "parallel.tensor=2"), marks=pytest.mark.slow), pytest.param((2, FSDP, "parallel.pipeline=2"), marks=pytest.mark.slow), (2, FSDP, "parallel={pipeline: 2, pipeline_schedule: zero_bubble_v}"), pytest.param((3, FSDP), marks=pytest.mark.slow)]
 )
 def test_translations_are_the_same_at_any_world_size(pool, pair_config, layout):
     options = ("run.steps=8", "validation.translation={every_steps: 4, beam: 2, sequences: 30}")

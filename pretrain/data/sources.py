@@ -164,12 +164,14 @@ def check_data(config: Config) -> None:
     _check_loss_weights(data)
     if data.sources:
         _mixture(data, [1] * len(data.sources), [None] * len(data.sources))  # without limits, so that sizes do not matter
+        _check_sources_are_read(data)
 
 
 def _check_objective(data: Data) -> None:
     for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True)):
         if data.objective == "span_corruption" and (value := getattr(data, name)) != only:
-            raise ConfigError(f"data.objective=span_corruption does not support data.{name}={value}; remove it")
+            said = str(value).lower()
+            raise ConfigError(f"data.{name}={said} does not go with data.objective=span_corruption; remove data.{name}")
 
 
 def _check_text(text: Text) -> None:
@@ -182,8 +184,12 @@ def _check_text(text: Text) -> None:
 
 
 def _check_weights_are_used(data: Data) -> None:
-    """Raise ConfigError for a weight of a source that no stage takes."""
+    """Raise ConfigError for a weight of a source that no stage takes, and for a source that is never read."""
     named = {source_name(source) for source in data.sources}
+    if len(data.sources) == 1 and not data.stages and data.sources[0].weight:
+        raise ConfigError(
+            f"data.sources.0.weight={data.sources[0].weight:g} has no effect: a weight compares a source with others, and there is one; remove it"
+        )
     if data.stages and all(stage.weights and named.issuperset(stage.weights) for stage in data.stages):
         for number, source in enumerate(data.sources):
             if source.weight:
@@ -191,6 +197,17 @@ def _check_weights_are_used(data: Data) -> None:
                     f"data.sources.{number}.weight={source.weight:g} has no effect, because every stage of data.stages has weights of its "
                     "own; remove it, or leave the weights out of a stage that should use it"
                 )
+
+
+def _check_sources_are_read(data: Data) -> None:
+    """Raise ConfigError for a source whose weight is 0 wherever it could be read."""
+    for number, (source, own) in enumerate(zip(data.sources, _own_weights(data))):
+        weights = [stage.weights.get(source_name(source), 0) if stage.weights else own for stage in data.stages] or [own]
+        if not any(weights):
+            where = "in every stage of data.stages" if data.stages else "and no stage of data.stages names it"
+            raise ConfigError(
+                f"data.sources.{number}.weight: it is 0 {where}, so nothing of {source_name(source)} is read; remove the source"
+            )
 
 
 def _check_loss_weights(data: Data) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -156,7 +157,7 @@ def check_groups(model: nn.Module, config: Optim) -> None:
     update as it says, and for groups that leave nothing to train.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-    every = list(shapes)
+    every, usual = list(shapes), rules(model, dataclasses.replace(config, groups=[]))
     members = _members(every, config)
     for i, (group, own) in enumerate(zip(config.groups, members)):
         if not own:
@@ -168,9 +169,10 @@ def check_groups(model: nn.Module, config: Optim) -> None:
                 + (f"names are {shown}, ..." if shown else "remove it")
             )
         keeps = any(fnmatchcase(name, later.pattern) for later in config.groups[i + 1 :] for name in own)
-        says_nothing = group.lr_scale == 1 and group.weight_decay is None and group.optimizer is None and not group.fused_rows
-        if says_nothing and not keeps:
-            raise ConfigError(f"optim.groups.{i} has no effect: give it an lr_scale or a weight_decay, or remove it")
+        if not keeps and not any(_changes(group, usual[name]) for name in own):
+            raise ConfigError(
+                f"optim.groups.{i} has no effect, its parameters are updated so anyway: give it another lr_scale or weight_decay, or remove it"
+            )
         if group.lr_scale == 0 and group.weight_decay is not None:
             raise ConfigError(
                 f"optim.groups.{i}.weight_decay={group.weight_decay:g} has no effect with lr_scale=0, because decay is times the rate; remove one of them"
@@ -178,9 +180,16 @@ def check_groups(model: nn.Module, config: Optim) -> None:
     frozen = [name for group, own in zip(config.groups, members) for name in own if group.lr_scale == 0]
     if every and len(frozen) == len(every):
         raise ConfigError("optim.groups give every parameter lr_scale=0, so that nothing is trained; leave some out")
-    usual = orthogonalized(model)
     for i, (group, own) in enumerate(zip(config.groups, members)):
-        _check_muon(i, group, {name: shapes[name] for name in own}, usual, config)
+        _check_muon(
+            i, group, {name: shapes[name] for name in own}, {n for n, rule in usual.items() if rule.optimizer == "muon"}, config
+        )
+
+
+def _changes(group: ParameterGroup, usual: Rule) -> bool:
+    """Whether a group has a parameter updated in another way than without it. What Muon cannot do at all, `_check_muon` refuses."""
+    decays = group.weight_decay is not None and group.weight_decay / usual.rate_scale != usual.weight_decay
+    return group.lr_scale != 1 or decays or bool(group.fused_rows) or group.optimizer not in (None, usual.optimizer)
 
 
 def _check_muon(place: int, group: ParameterGroup, shapes: dict[str, torch.Size], usual: set[str], config: Optim) -> None:

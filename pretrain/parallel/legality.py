@@ -214,6 +214,10 @@ def check_expert(model: Model, ranks: int) -> None:
     count = model.experts.count
     if ranks > 1 and not count:
         raise ConfigError(f"parallel.expert={ranks}: the model has no experts; set parallel.expert=1, or model.experts.count")
+    if ranks > 1 and len(set(model.experts.dense_layers or ())) == model.layers:
+        raise ConfigError(
+            f"parallel.expert={ranks}: model.experts.dense_layers names every layer, so none has experts; set parallel.expert=1"
+        )
     if ranks > 1 and count % ranks:
         near = _nearest_divisors(count, ranks)
         raise ConfigError(

@@ -67,6 +67,7 @@ def tokens_as_steps(config: Config) -> Config:
 
     Under a ramp, the parts of the schedule that were given in tokens are marked, because their rate goes by tokens.
     """
+    _check_warmup(config.schedule)
     run, schedule, length = config.run, _marked(config), config.data.sequence_length
     batches = batch_schedule(config)
 
@@ -115,6 +116,15 @@ def _marked(config: Config) -> Schedule:
         for stage in schedule.stages
     ]
     return dataclasses.replace(schedule, stages=stages, **marks)
+
+
+def _check_warmup(schedule: Schedule) -> None:
+    has_warmup = schedule.warmup_steps or schedule.warmup_tokens is not None or schedule.name == "inverse_sqrt"
+    if schedule.warmup_by_tokens is not None and not has_warmup:
+        said = str(schedule.warmup_by_tokens).lower()
+        raise ConfigError(
+            f"schedule.warmup_by_tokens={said} has no effect without a warmup; set schedule.warmup_steps, or remove it"
+        )
 
 
 def _check_stage(config: Config, number: int, stage: RateStage) -> None:

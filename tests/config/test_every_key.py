@@ -133,6 +133,7 @@ SEEN = {
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
     "optim.ema_decay": "optim/test_ema.py::test_the_mean_follows_its_formula_and_lends_its_values",
     **{f"optim.groups.0.{name}": "optim/test_muon.py::test_the_first_group_that_matches_a_name_gives_its_rate_and_decay" for name in ("pattern", "lr_scale", "weight_decay")},
+    **{f"optim.groups.0.{name}": "optim/test_muon_groups.py::test_each_projection_of_transformers_takes_the_step_that_torchs_muon_takes_with_it_alone" for name in ("optimizer", "fused_rows")},
     **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
     "schedule.stages.0.by_tokens": "optim/test_schedule.py::test_a_schedule_in_tokens_is_a_function_of_tokens_under_a_ramp",
     "schedule.stages.0.tokens": "optim/test_schedule.py::test_numbers_of_tokens_are_the_first_steps_that_reach_them",

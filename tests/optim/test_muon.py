@@ -164,12 +164,15 @@ def test_a_pattern_that_does_nothing_is_refused(patterns, message):
 
 def test_groups_that_change_nothing_or_leave_nothing_to_train_are_refused():
     model = network()
-    with pytest.raises(ConfigError, match="optim.groups.1 has no effect: give it an lr_scale or a weight_decay, or remove it"):
+    with pytest.raises(ConfigError, match="optim.groups.1 has no effect, its parameters are updated so anyway: give it another lr_scale or weight_decay, or remove it"):
         check_groups(model, Optim(groups=[ParameterGroup("norm.*", 0.5), ParameterGroup("*")]))
     check_groups(model, Optim(groups=[ParameterGroup("norm.*"), ParameterGroup("*", 0.5)]))  # all but the norm
     with pytest.raises(ConfigError, match="every parameter lr_scale=0, so that nothing is trained"):
         check_groups(model, Optim(groups=[ParameterGroup("norm.*", 0.0), ParameterGroup("*", 0.0)]))
     check_groups(model, Optim(groups=[ParameterGroup("norm.*", 1.0, 0.1), ParameterGroup("*", 0.0)]))
+    for values in ({"weight_decay": 0.0}, {"weight_decay": 0.0, "optimizer": "adamw"}):  # vectors have none anyway
+        with pytest.raises(ConfigError, match="optim.groups.0 has no effect, its parameters are updated so anyway"):
+            check_groups(model, Optim(name="muon", groups=[ParameterGroup("norm.*", **values)]))
     with pytest.raises(ConfigError, match="optim.groups.0 has no effect"):  # the group after it has none of its names
         check_groups(model, Optim(groups=[ParameterGroup("norm.*"), ParameterGroup("layers.*", 0.5)]))
     with pytest.raises(ConfigError, match="optim.groups.0.weight_decay=0.5 has no effect with lr_scale=0, because decay is times the rate"):

@@ -104,7 +104,7 @@ def test_with_a_base_width_muon_takes_only_what_it_has_a_rule_for():
     model = build_network(complete(Model(dim=16, layers=1, heads=2, ffn_dim=24, vocab_size=40), 8))
     with pytest.raises(ConfigError, match="optim.base_width has no rule for output.weight under Muon"):
         check_groups(model, Optim(name="muon", base_width=8, groups=[ParameterGroup("output.weight", optimizer="muon")]))
-    check_groups(model, Optim(name="muon", base_width=8, groups=[ParameterGroup("*.mlp.up.weight", optimizer="muon")]))
+    check_groups(model, Optim(name="muon", base_width=8, groups=[ParameterGroup("*.mlp.up.weight", lr_scale=2.0, optimizer="muon")]))
 
 
 GROUPS = {

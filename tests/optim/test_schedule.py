@@ -341,6 +341,12 @@ def test_with_one_batch_a_schedule_goes_by_steps_and_tokens_alike(case, sequence
         assert by_tokens == pytest.approx(learning_rate(schedule, 1.0, steps, step), rel=1e-12, abs=1e-15)
 
 
+def test_a_warmup_by_tokens_without_a_warmup_is_refused():
+    with pytest.raises(ConfigError, match="schedule.warmup_by_tokens=true has no effect without a warmup; set schedule.warmup_steps, or remove it"):
+        tokens_as_steps(Config(schedule=Schedule(name="constant", warmup_by_tokens=True)))
+    tokens_as_steps(Config(schedule=Schedule(name="inverse_sqrt", warmup_by_tokens=True)))
+
+
 def test_a_stage_by_tokens_without_a_ramp_is_refused():
     stages = [RateStage(5, 0.5, by_tokens=True)]
     with pytest.raises(ConfigError, match="schedule.stages.0.by_tokens has no effect without batch.ramp; remove it"):

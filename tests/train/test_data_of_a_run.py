@@ -193,6 +193,20 @@ def test_stages_that_contradict_themselves_are_refused(config_file, prepared, ot
     assert code == 2 and message in printed, printed
 
 
+def test_weights_that_weigh_nothing_and_sources_that_are_never_read_are_refused(config_file, prepared, other):
+    one, two = sources(prepared, other)
+    for given, more, message in (
+        ([{"path": str(prepared), "weight": 3}], [], "data.sources.0.weight=3 has no effect: a weight compares a source with others, and there is one"),
+        ([one, two | {"weight": 0}], [], "data.sources.1.weight: it is 0 and no stage of data.stages names it, so nothing of b is read; remove the source"),
+        ([{"path": str(prepared), "name": "a"}, {"path": str(other), "name": "b"}], ["data.stages=[{weights: {a: 1}}]"], "data.sources.1.weight: it is 0 in every stage of data.stages, so nothing of b is read"),
+    ):
+        set_data(config_file, sources=given)
+        code, printed = run_main(str(config_file), "--check", *more)
+        assert code == 2 and message in printed, printed
+    set_data(config_file, sources=[one, two | {"weight": 0}])
+    assert run_main(str(config_file), "--check", "data.stages=[{until_tokens: 640}, {weights: {b: 1}}]")[0] == 0
+
+
 def test_a_refusal_says_where_its_key_was_written_even_if_it_shows_no_value(config_file, prepared, other):
     set_data(config_file, sources=sources(prepared, other))
     _, printed = run_main(str(config_file), "--check", "data.stages=[{weights: {z: 1}}]")

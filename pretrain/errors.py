@@ -11,9 +11,11 @@ import errno
 import os
 import re
 import select
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 OTHERS_WAIT_SECONDS = 3.0
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -170,18 +172,42 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 NO_READER = 141  # and by SIGPIPE
+TERMINATED = 143  # and by SIGTERM
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, from a scheduler, `timeout` or `kill`. What cleans up after Ctrl-C does so after it as well."""
+
+
+@contextlib.contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Inside, the first SIGTERM raises `_Terminated`, and the second one ends the process at once. Somebody else's handler stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run_tool(function: Callable[[], object]) -> int:
     """Call `function` and return the exit code of the process: the int that it returns, or 0.
 
     A `UserError` becomes one line on standard error and its own exit code. So does an OSError that names a file or means a full disk. Any
-    other exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
+    other exception is a defect of ours and keeps its traceback. SIGTERM lets it clean up, as Ctrl-C does. If the reader of standard output has ended (`| head`), the tool ends silently.
     """
     code = 0
     escape_unknown_characters()
     try:
-        code = _exit_code(function)
+        with _raising_on_sigterm():
+            code = _exit_code(function)
         if sys.stdout is not None:  # it is None if the caller closed it (`>&-`)
             sys.stdout.flush()
     except BrokenPipeError:
@@ -217,6 +243,9 @@ def _exit_code(function: Callable[[], object]) -> int:
         remedy = "; make room and start the same command again" if is_full else ""
         say(f"error: {what}: {error.strerror}{remedy}", to_errors=True)
         return UserError.exit_code
+    except _Terminated:
+        say("ended by SIGTERM", to_errors=True)
+        return TERMINATED
     except KeyboardInterrupt:
         say("interrupted", to_errors=True)
         return INTERRUPTED

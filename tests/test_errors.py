@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -124,3 +126,42 @@ def test_work_goes_on_whose_progress_cannot_be_printed(monkeypatch, stream):
         corpus.add(1, 2, 3)
         read.add(4)
     assert (corpus.tokens, read.done) == (2, 4)
+
+
+def stopped(folder: Path, script: str, begun: Path, by: int) -> tuple[int, str]:
+    """The exit code and the errors of a Python program that gets a signal once it has begun."""
+    started = subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not begun.exists():
+        assert started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(by)
+    errors = started.communicate(timeout=60)[1]
+    return started.returncode, errors
+
+
+def test_a_tool_that_a_scheduler_ends_removes_what_is_half_written(tmp_path):
+    """`timeout`, Slurm and kubectl send SIGTERM. An export of a model's size stayed behind."""
+    work = (
+        "import pathlib, sys, time; from pretrain.storage import staged_directory; folder = pathlib.Path(sys.argv[1])\n"
+        "def work():\n with staged_directory(folder / 'out') as made:\n  (made / 'half').write_text('x'); (folder / 'begun').touch(); time.sleep(600)"
+    )
+    assert stopped(tmp_path, TOOL.format(work), tmp_path / "begun", signal.SIGTERM) == (143, "ended by SIGTERM\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_that_is_stopped_lets_the_launcher_end_its_ranks(tmp_path, by):
+    """torchrun was killed by force, and its ranks lived on."""
+    launcher = (
+        "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
+        "def end(*_): (folder / 'ended').touch(); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end); signal.signal(signal.SIGINT, signal.SIG_IGN); (folder / 'begun').touch(); time.sleep(600)"
+    )
+    work = (
+        "import signal, sys, types; from pretrain.equivalence.comparison import start_processes\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"case = types.SimpleNamespace(name='a', command=lambda *_: [sys.executable, '-c', {launcher!r}, sys.argv[1]])\n"
+        "def work(): start_processes(case, None, [])"
+    )
+    code, _ = stopped(tmp_path, TOOL.format(work), tmp_path / "begun", by)
+    assert code == 128 + by and (tmp_path / "ended").exists()

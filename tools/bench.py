@@ -4,7 +4,6 @@ import argparse
 import functools
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -66,11 +65,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started, as after Ctrl-C
-    try:
-        return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
 
 
 def add_data(subjects: argparse._SubParsersAction) -> None:

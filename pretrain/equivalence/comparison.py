@@ -33,6 +33,8 @@ BF16_GRADIENT_LIMIT, BF16_METRIC_LIMIT = 2 * 4 * 2**-9, 2**-8
 """The first limit: see above. The second is for later steps: weights that differ in the last bit of fp32 may round to neighbours in bf16."""
 NEGLIGIBLE = 1e-6
 """A gradient below this share of the whole gradient's norm is mere rounding (a bias without effect, say). It is divided by that share."""
+END_SECONDS = 30.0
+"""What a launcher has to end its ranks."""
 UNIT_ROUNDOFF = {"fp32": 2**-24, "bf16": 2**-9}
 
 Start = Callable[[Case, Path, list[str]], None]
@@ -73,10 +75,26 @@ def start_processes(case: Case, config: Path, overrides: list[str]) -> None:
     """Run a case as a user would start it."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    done = subprocess.run(case.command(config, overrides), env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        errors = [text for text in done.stderr.splitlines() if text.startswith("error:")]
-        raise TrainingError(f"{case.name}: {errors[0].removeprefix('error: ') if errors else done.stderr[-500:]}")
+    with subprocess.Popen(
+        case.command(config, overrides), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode != 0:
+        errors = [text for text in said.splitlines() if text.startswith("error:")]
+        raise TrainingError(f"{case.name}: {errors[0].removeprefix('error: ') if errors else said[-500:]}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a launcher and with it its ranks, which it would leave alive if it were killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def compare(

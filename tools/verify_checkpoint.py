@@ -22,7 +22,7 @@ def verify_all(path: Path) -> None:
     from pretrain.errors import CheckpointError, UnreadableError
 
     problems = []
-    for checkpoint in files.resolve(path):
+    for checkpoint in files.checkpoints_at(path):
         try:
             files.verify(checkpoint)
             tensors = len(Payload(checkpoint).items)

@@ -81,7 +81,7 @@ def choose_checkpoint(
 
 def choose_weights(path: Path, ranks: Ranks, content: bool) -> Choice:
     """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
-    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path, "run.init_from"))))
+    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.checkpoints_at(path, "run.init_from"))))
     return _choose_intact(found, None, ranks, content)
 
 
@@ -111,7 +111,7 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
         ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)), instead()
     )
     if path.parent == folder and state["step"] != files.step_of(path):
-        own_name = files.directory_of(state["step"])
+        own_name = files.step_name(state["step"])
         raise CheckpointError(
             f"{path} is the checkpoint of step {state['step']}, as its state.json says; rename it to {own_name}"
         )
@@ -188,7 +188,7 @@ def _candidates(
     if not went_back:
         _refuse_inside(folder, own, path)
     if not own:
-        return _Candidates(tuple(files.resolve(path, "run.resume")))
+        return _Candidates(tuple(files.checkpoints_at(path, "run.resume")))
     if not (went_back or real(path) == real(folder.parent) or named_before(path)):
         _refuse_another(folder, own, path)
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
@@ -236,7 +236,7 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
     has = f"the run has {', '.join(sorted(c.name for c in nearest))} there" if own else "the run has none there"
     remedy = "name one of those, or run.resume=auto continues from the newest" if own else "run.resume=auto starts afresh"
     if exists(path / files.MANIFEST) and number:
-        free = folder / files.directory_of(int(number[1]))
+        free = folder / files.step_name(int(number[1]))
         move = "" if exists(free) else f"copy it to {free} and name that, "
         remedy = f"to go on from it, {move}{'or ' if move else ''}choose another run.name"
     raise CheckpointError(

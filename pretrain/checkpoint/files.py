@@ -34,7 +34,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
 
 
-def directory_of(step: int) -> str:
+def step_name(step: int) -> str:
     """The name of the directory of a step's checkpoint: `step-00000100`."""
     return f"step-{step:08d}"
 
@@ -49,7 +49,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _named(folder) if exists(path / MANIFEST)]
 
 
-def resolve(path: Path, key: str | None = None) -> list[Path]:
+def checkpoints_at(path: Path, key: str | None = None) -> list[Path]:
     """The checkpoints that a path means, best last: the directory itself, or those of a run directory. `key`: the setting it came from.
 
     Raises CheckpointError when there is no checkpoint.
@@ -73,7 +73,7 @@ def resolve(path: Path, key: str | None = None) -> list[Path]:
 def read_newest(path: Path, read: Callable[[Path], T]) -> T:
     """`read` of the checkpoint that a path means. Where its run removes it meanwhile (`checkpoint.keep_last`), of the one that is the newest then."""
     while True:
-        checkpoint = resolve(path)[-1]
+        checkpoint = checkpoints_at(path)[-1]
         try:
             return read(checkpoint)
         except (UserError, OSError):

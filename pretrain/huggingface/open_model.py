@@ -138,7 +138,7 @@ def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
 
 def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[str, Tensor], Path]:
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
-    checkpoint = files.resolve(path)[-1]
+    checkpoint = files.checkpoints_at(path)[-1]
     files.verify(checkpoint)
     model = files.model_of(checkpoint, files.load_state(checkpoint))
     weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}

@@ -96,7 +96,7 @@ def _between(shape: str, start: float, end: float, progress: float) -> float:
     return end + (start - end) * left[shape]
 
 
-def check(schedule: Schedule, steps: int, written: Schedule, consumed: Callable[[int], int] = one_each) -> None:
+def check_schedule(schedule: Schedule, steps: int, written: Schedule, consumed: Callable[[int], int] = one_each) -> None:
     """Raise ConfigError for values of a resolved schedule that cannot go together in a run of `steps` steps.
 
     `written`: the schedule as the user wrote it, whose warmup and decay may be in tokens. `consumed`: as `learning_rate` takes it.

@@ -323,7 +323,7 @@ class KeepBest(Callback):
     def _keep_history(self, checkpoints: Path) -> None:
         """Steps before this start count only if they have a copy, or a checkpoint to make one of."""
         wanted = self._best()
-        names = {step: files.directory_of(step) for step in self.values}
+        names = {step: files.step_name(step) for step in self.values}
         kept = {step for step, name in names.items() if exists(self.folder / name) or exists(checkpoints / name)}
         self.values = {step: value for step, value in self.values.items() if step in kept}
         if lost := [step for step in wanted if step not in kept]:
@@ -338,7 +338,7 @@ class KeepBest(Callback):
             return
         self.values[record.step] = value
         self.unknown.discard(record.step)
-        checkpoint = run.directory / "checkpoints" / files.directory_of(record.step)
+        checkpoint = run.directory / "checkpoints" / files.step_name(record.step)
         if record.step in self._best() and checkpoint.is_dir():
             self._keep(checkpoint)
         elif record.step in self._best():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretrain.checkpoint.choose import is_of_line
-from pretrain.checkpoint.files import MANIFEST, complete_checkpoints, directory_of, step_of
+from pretrain.checkpoint.files import MANIFEST, complete_checkpoints, step_name, step_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import AgreedPlan, Saving, retire
@@ -116,7 +116,7 @@ class Continuation:
             self._check_finite(progress.step, tensors)
             # The file in the run directory is not used: somebody may be editing it for the next start.
             attachments = {"config.yaml": self.plan.written_config, **self.plan.data.attachments}
-            state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
+            state, target = self._state(progress), self.directory.checkpoints / step_name(progress.step)
             saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
             with self._explained(progress.step):
                 saving.begin()

@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.masks import check_flex_with_dropout
 from pretrain.models.shape import flat
-from pretrain.optim.schedule import check, fit, wanted_decay
+from pretrain.optim.schedule import check_schedule, fit, wanted_decay
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 from pretrain.train.number_format import check_formats
@@ -57,7 +57,7 @@ def resolve(config: Config) -> Config:
         raise ConfigError(
             f"optim.name=schedule_free_adamw takes the place of schedule.name={config.schedule.name}; set schedule.name=constant, which may have a warmup"
         )
-    check(config.schedule, config.run.steps, written, consumed_after(config))
+    check_schedule(config.schedule, config.run.steps, written, consumed_after(config))
     micro_steps_of(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
-from pretrain.checkpoint.files import complete_checkpoints, model_of, resolve
+from pretrain.checkpoint.files import checkpoints_at, complete_checkpoints, model_of
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.read import read_file
 from pretrain.config.schema import Config
@@ -84,7 +84,7 @@ def _format_begun_in(config: Config) -> str | None:
         return None
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
     if path is None and resume != "auto":
-        path = resolve(Path(resume), "run.resume")[-1] / "config.yaml"
+        path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"
     recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
     return recorded if recorded in DTYPES else None
 

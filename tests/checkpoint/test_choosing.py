@@ -486,8 +486,8 @@ def appears_while_training(stray: str, config_file: str, *overrides: str) -> tup
 def test_a_later_checkpoint_of_another_line_neither_counts_for_retention_nor_is_removed(tmp_path):
     """T-D3: retention counted by number, so that it removed the common ancestor of two lines."""
     for step in (2, 3, 9):
-        (tmp_path / files.directory_of(step)).mkdir()
-        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+        (tmp_path / files.step_name(step)).mkdir()
+        files.write_json(tmp_path / files.step_name(step) / files.MANIFEST, {})
     assert files.outdated(tmp_path, tmp_path / "step-00000003", keep_last=2, keep_every_steps=0) == []
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003", "step-00000009"]
 
@@ -559,8 +559,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(pool, config_file
 def test_a_name_that_is_taken_does_not_stop_a_removal(tmp_path):
     """T-D5: an earlier removal that left something (a file that is open on NFS) made the next one fail."""
     for step in (1, 2):
-        (tmp_path / files.directory_of(step)).mkdir()
-        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+        (tmp_path / files.step_name(step)).mkdir()
+        files.write_json(tmp_path / files.step_name(step) / files.MANIFEST, {})
     left = tmp_path / ".removing-step-00000001"
     left.mkdir()
     (left / ".nfs0001").write_text("open elsewhere")
@@ -572,11 +572,11 @@ def test_a_name_that_is_taken_does_not_stop_a_removal(tmp_path):
 def test_a_checkpoint_that_is_a_link_is_retired_once_and_what_it_points_at_stays(tmp_path):
     """F12: the link could not be removed, and each start said that it had been."""
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    for path in (elsewhere, folder / files.directory_of(4)):
+    for path in (elsewhere, folder / files.step_name(4)):
         path.mkdir(parents=True)
         files.write_json(path / files.MANIFEST, {})
-    (folder / files.directory_of(2)).symlink_to(elsewhere)
-    [link] = files.outdated(folder, folder / files.directory_of(4), keep_last=1, keep_every_steps=0)
+    (folder / files.step_name(2)).symlink_to(elsewhere)
+    [link] = files.outdated(folder, folder / files.step_name(4), keep_last=1, keep_every_steps=0)
     assert files.remove(files.give_up(link))
     assert [path.name for path in folder.iterdir()] == ["step-00000004"] and (elsewhere / files.MANIFEST).is_file()
     (folder / ".removing-step-00000002").symlink_to(elsewhere)  # as versions before left it

@@ -311,7 +311,7 @@ def test_two_processes_cannot_hold_one_run_directory(pool, config_file, run):
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     for step in (100, 200, 300, 400):
-        path = tmp_path / files.directory_of(step)
+        path = tmp_path / files.step_name(step)
         path.mkdir()
         files.write_json(path / files.MANIFEST, {})
     policy = Checkpoint(keep_last=1, keep_every_steps=200)
@@ -326,17 +326,17 @@ def test_the_milestones_are_saved_whatever_else_is_saved(pool, config_file):
     options = ("checkpoint.keep_every_steps=2", "checkpoint.keep_last=1", "schedule.warmup_steps=1", "run.steps=5")
     for every in (0, 3):
         run = train(pool, 1, config_file, *options, f"checkpoint.every_steps={every}", f"run.name=every-{every}")
-        assert [p.name for p in files.complete_checkpoints(run / "checkpoints")] == [files.directory_of(s) for s in (2, 4, 5)]
+        assert [p.name for p in files.complete_checkpoints(run / "checkpoints")] == [files.step_name(s) for s in (2, 4, 5)]
 
 
 def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkeypatch):
     """All ranks waited while the main rank removed terabytes. Now the older one is no checkpoint at once, and its files go by and by."""
     for step in (1, 2):
-        (tmp_path / files.directory_of(step)).mkdir()
-        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+        (tmp_path / files.step_name(step)).mkdir()
+        files.write_json(tmp_path / files.step_name(step) / files.MANIFEST, {})
     gate, remove = threading.Event(), files.remove
     monkeypatch.setattr(files, "remove", lambda path: gate.wait(20) and remove(path))
-    thread = save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1))
+    thread = save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]
     gate.set()
     thread.join(20)
@@ -345,8 +345,8 @@ def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkey
 
 def saved(folder: Path, *steps: int) -> None:
     for step in steps:
-        (folder / files.directory_of(step)).mkdir()
-        files.write_json(folder / files.directory_of(step) / files.MANIFEST, {})
+        (folder / files.step_name(step)).mkdir()
+        files.write_json(folder / files.step_name(step) / files.MANIFEST, {})
 
 
 def test_an_old_checkpoint_that_stays_is_named_at_each_save(tmp_path, monkeypatch, caplog):
@@ -355,10 +355,10 @@ def test_an_old_checkpoint_that_stays_is_named_at_each_save(tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda path, **options: None)  # as with a read-only folder
         for _ in range(2):
-            save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1)).join(20)
+            save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
     said = f"an older checkpoint could not be removed, which is tried again at the next save: {tmp_path}/.removing-step-00000001 is still there"
     assert [record.message for record in caplog.records] == [said] * 2
-    save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1)).join(20)
+    save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"] and len(caplog.records) == 2
 
 
@@ -369,16 +369,16 @@ def test_one_checkpoint_that_cannot_be_renamed_does_not_keep_all_others(tmp_path
     rename = os.rename
 
     def pinned(source, target):
-        if Path(source).name == files.directory_of(1):
+        if Path(source).name == files.step_name(1):
             raise PermissionError(1, "Operation not permitted", str(source))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", pinned)
-    save.retire(tmp_path / files.directory_of(4), Checkpoint(keep_last=1)).join(20)
+    save.retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
     assert "step-00000001" in caplog.text and caplog.text.count("could not be removed") == 1
     monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle", str(path))))
-    save.retire(tmp_path / files.directory_of(4), Checkpoint(keep_last=1)).join(20)  # the run goes on
+    save.retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)  # the run goes on
     assert caplog.text.count("Stale file handle") == 2
 
 

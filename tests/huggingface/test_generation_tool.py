@@ -169,7 +169,7 @@ def test_a_prompt_of_a_run_begins_as_its_training_data_did(run, copied, tmp_path
     """Training puts nothing before a document, whatever its tokenizer asks for: a BOS there was a token that no step had seen."""
     bos = with_beginning(copied, "template")
     weights = {f"model.{name}": tensor for name, tensor in read_checkpoint(run)[1].items()}
-    tokens, [*_, place] = tmp_path / "tokenizer", files.resolve(run)
+    tokens, [*_, place] = tmp_path / "tokenizer", files.checkpoints_at(run)
     state = files.read_json(place / files.STATE)
     tokens.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -16,7 +16,7 @@ from pretrain.config.optim_schema import RateStage, Schedule
 from pretrain.config.schema import Batch, BatchStage, Config, LengthStage, Run
 from pretrain.data.sources import consumed_after
 from pretrain.errors import ConfigError
-from pretrain.optim.schedule import check, fit, goes_by_tokens, learning_rate
+from pretrain.optim.schedule import check_schedule, fit, goes_by_tokens, learning_rate
 from pretrain.train.resolve import tokens_as_steps
 
 PEAK, STEPS = 2e-3, 1000
@@ -70,7 +70,7 @@ def test_linear_falls_by_the_same_amount_every_step():
 def test_a_shape_that_is_not_computed_is_refused_before_the_first_step():
     """A name that was added to the schema alone fell as `linear` does, without a word."""
     schedule = Schedule(name="parabola", warmup_steps=40)
-    for call in (lambda: learning_rate(schedule, PEAK, STEPS, 500), lambda: check(schedule, STEPS, schedule)):
+    for call in (lambda: learning_rate(schedule, PEAK, STEPS, 500), lambda: check_schedule(schedule, STEPS, schedule)):
         with pytest.raises(ConfigError, match="pretrain/optim/schedule.py computes no parabola schedule; AGENTS.md"):
             call()
 
@@ -152,12 +152,12 @@ def test_stages_follow_each_other():
 )  # fmt: skip
 def test_schedules_that_cannot_be_are_refused(written, message):
     with pytest.raises(ConfigError, match=message):
-        check(Schedule(**written), STEPS, Schedule(**written))
+        check_schedule(Schedule(**written), STEPS, Schedule(**written))
 
 
 @pytest.mark.parametrize("stages", [[RateStage(2, 0.0)], [RateStage(5, 0.0, "constant"), RateStage(2, 0.1)]])
 def test_stages_that_train_some_steps_are_taken(stages):
-    check(Schedule(name="piecewise", stages=stages), STEPS, Schedule(name="piecewise", stages=stages))
+    check_schedule(Schedule(name="piecewise", stages=stages), STEPS, Schedule(name="piecewise", stages=stages))
 
 
 @pytest.mark.parametrize("key", ["run.tokens", "schedule.stages.0.tokens"])
@@ -174,14 +174,14 @@ def test_tokens_of_more_steps_than_a_key_takes_are_refused(key):
 def test_a_schedule_that_just_fits_is_taken():
     all_warmup = Schedule(name="piecewise", warmup_steps=STEPS, stages=[RateStage(5, 0.5), RateStage(5, 0.1)])
     for schedule in (Schedule(name="wsd", warmup_steps=4, decay_steps=996), Schedule(warmup_steps=STEPS), all_warmup):
-        check(schedule, STEPS, schedule)
+        check_schedule(schedule, STEPS, schedule)
 
 
 def test_a_smoke_run_of_a_recipe_with_stages_is_all_warmup():
     """It was told to shorten the stages before the first one. Other schedules shorten their warmup."""
     recipe = Schedule(name="piecewise", warmup_steps=500, stages=[RateStage(5, 0.5)])
     shortened = fit(recipe, 20)
-    check(shortened, 20, recipe)
+    check_schedule(shortened, 20, recipe)
     assert shortened.warmup_steps == 20 and learning_rate(shortened, 1.0, 20, 20) == 1.0
 
 

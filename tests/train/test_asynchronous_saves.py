@@ -93,13 +93,13 @@ def test_what_is_the_same_at_each_save_is_made_once(pool, config_file):
     ranks = pool.launch(2, counted, str(config_file), "run.name=counted", *SHORT, "parallel.strategy=fsdp")
     assert ranks == [(0, 1, 1), (0, 0, 1)]
     folder = run_directory(config_file, "run.name=counted") / "checkpoints"
-    assert [path.name for path in files.complete_checkpoints(folder)] == [files.directory_of(step) for step in (3, 6, 9)]
+    assert [path.name for path in files.complete_checkpoints(folder)] == [files.step_name(step) for step in (3, 6, 9)]
 
 
 def test_other_tensors_are_agreed_on_anew(tmp_path):
     agreed, ranks = AgreedPlan(), Ranks(0, 0, 1, torch.device("cpu"))
     for step, tensors in enumerate([{"w": torch.ones(3, 4)}, {"w": torch.full((3, 4), 2.0)}, {"w": torch.ones(5), "v": torch.zeros(2)}]):
-        saving = Saving(tmp_path / files.directory_of(step), tensors, {}, {}, ranks, agreed=agreed)
+        saving = Saving(tmp_path / files.step_name(step), tensors, {}, {}, ranks, agreed=agreed)
         saving.begin()
         saving.write_now()
         saving.finish()
@@ -118,7 +118,7 @@ def test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken(pool, 
     for step in (3, 6, 9):
         one, other = state_of(at_once, step), state_of(beside, step)
         assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items()), step
-        files.verify(beside / "checkpoints" / files.directory_of(step))
+        files.verify(beside / "checkpoints" / files.step_name(step))
     saved, after = printed.index("step-00000003 ("), printed.index("step 4/9")
     assert after < saved and "held training up for" in printed[saved : printed.index("\n", saved)]
     assert printed.index("step-00000009 (") < printed.index("finished at step 9")

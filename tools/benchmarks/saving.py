@@ -61,7 +61,7 @@ def _files(model: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, options:
 
     def save() -> None:
         require(first_nonfinite(tensors) is None, "a value is not finite")
-        newest[:] = [folder / files.directory_of(next(numbers))]
+        newest[:] = [folder / files.step_name(next(numbers))]
         write_checkpoint(newest[0], tensors, {}, {}, ranks)
         retire(newest[0], policy).join()
 

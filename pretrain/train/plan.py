@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -121,7 +121,7 @@ def make_plan(given: Config, world_size: int, device: torch.device, choice: Form
     laid_out = _lay_out(given, config, world_size, device, choice)
     if config.validation.prompts:
         Prompts(config, data.tokenizer_path)  # refused now, also by --check, and not when the model has been built
-    return Plan(config, *laid_out, data, tokens)
+    return Plan(config=config, data=data, tokens=tokens, **laid_out._asdict())
 
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
@@ -135,28 +135,21 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
     _lay_out(given, dataclasses.replace(config, model=model), world_size, device, choice)
 
 
-def _lay_out(
-    given: Config, config: Config, world_size: int, device: torch.device, choice: FormatChoice
-) -> tuple[Layout, int, int, list[str], list[str]]:
-    """What a plan has between configuration and data. `config` is resolved. A model that could not be exported in the end is refused now."""
-    if family_of(config.model.family).has_export:
-        family_of(config.model.family).to_hf(config.model)
-        if config.checkpoint.export_check:
-            check_map(config.model)
-    if config.data.pairs is not None and config.validation.translation.every_steps:
-        require_sacrebleu()
-    check_prompts(config)
-    check_trackers(config.log)
-    if needs_masks(config):
-        attention_backend(config.model, device, training=True)
-    check_attention_kernel(config, device)
+class _LaidOut(NamedTuple):
+    """What a plan has beside configuration and data, under the names of `Plan`."""
+
+    layout: Layout
+    parameters: int
+    moments: int
+    optimizers: list[str]
+    notes: list[str]
+
+
+def _lay_out(given: Config, config: Config, world_size: int, device: torch.device, choice: FormatChoice) -> _LaidOut:
+    """Plan the layout of a resolved configuration. Raises ConfigError or LaunchError for one that cannot run so, or here."""
+    _check_surroundings(config)
+    _check_device(config, device)
     _check_lengths(config)
-    if device.type == "cpu" and config.precision.tf32:
-        raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
-    if device.type != "cpu" and config.run.threads is not None:
-        raise ConfigError(f"run.threads={config.run.threads} has no effect on a GPU; remove it")
-    if device.type == "cpu" and config.log.memory_history:
-        raise ConfigError("log.memory_history=true has no effect on a CPU; set it to false")
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     network = network_without_values(config)
     check_groups(network, config.optim)
@@ -167,11 +160,34 @@ def _lay_out(
     check_backend(config, layout.strategy, device.type == "cuda")
     check_cuda_graph(config, layout.strategy, device)
     check_gradients(config, layout.strategy, layout.replicate)
-    optim = config.optim
-    about_fp8 = plan_fp8(config, network, device)
-    notes = about_fp8 + _notes(given, config, layout)
+    notes = plan_fp8(config, network, device) + _notes(given, config, layout)
     notes += notes_on_format(given.precision.compute, choice, device)
-    return layout, parameters, count_moments(network, optim), describe(network, optim), notes
+    return _LaidOut(layout, parameters, count_moments(network, config.optim), describe(network, config.optim), notes)
+
+
+def _check_surroundings(config: Config) -> None:
+    """Refuse now what would fail in the midst of a run, or at its end: an export, and packages that are missing."""
+    if family_of(config.model.family).has_export:
+        family_of(config.model.family).to_hf(config.model)
+        if config.checkpoint.export_check:
+            check_map(config.model)
+    if config.data.pairs is not None and config.validation.translation.every_steps:
+        require_sacrebleu()
+    check_prompts(config)
+    check_trackers(config.log)
+
+
+def _check_device(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for what this device does not compute, and for keys without effect on it."""
+    if needs_masks(config):
+        attention_backend(config.model, device, training=True)
+    check_attention_kernel(config, device)
+    if device.type == "cpu" and config.precision.tf32:
+        raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
+    if device.type != "cpu" and config.run.threads is not None:
+        raise ConfigError(f"run.threads={config.run.threads} has no effect on a GPU; remove it")
+    if device.type == "cpu" and config.log.memory_history:
+        raise ConfigError("log.memory_history=true has no effect on a CPU; set it to false")
 
 
 def _check_lengths(config: Config) -> None:

@@ -123,6 +123,18 @@ def test_no_two_files_and_no_two_public_classes_have_one_name():
     assert sorted({name for name in classes if classes.count(name) > 1}) == []
 
 
+def test_files_have_at_most_400_lines_and_functions_60_besides_their_docstring():
+    tools = Path(__file__).resolve().parents[1] / "tools"
+    for path in [*FILES.values(), *tools.rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                about = node.body[0] if ast.get_docstring(node) is not None else None
+                lines = node.end_lineno - node.lineno + 1 - (about.end_lineno - about.lineno + 1 if about else 0)
+                assert lines <= 60, f"{path}:{node.lineno} {node.name} has {lines} lines"
+
+
 def test_nobody_but_the_families_tests_a_familys_name_and_only_networks_know_names_of_parameters():
     """The family or the network answers instead."""
     wrong = []

@@ -16,7 +16,7 @@ from pretrain.errors import run_tool  # noqa: E402
 TEMPERATURE, LARGEST_SEED = 0.8, 2**63
 
 
-def main(argv: list[str] | None = None) -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     prompts = parser.add_mutually_exclusive_group(required=True)
@@ -68,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
         help="read a Hugging Face directory as model.family=hf, even if a family of this program could",
     )
     parser.add_argument("--json", action="store_true", help="print one object per line with prompt, text, sample and token ids")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = options()
     arguments = parser.parse_args(argv)
     if arguments.greedy and (arguments.temperature is not None or arguments.top_k or arguments.top_p != 1):
         parser.error("--temperature, --top-k and --top-p have no effect with --greedy; leave them out")

@@ -298,8 +298,9 @@ OF_OTHER_LAYOUTS = (
 def test_the_check_of_layouts_takes_back_what_is_set_for_another_layout(config_file, tmp_path, name):
     """F10: parallel.join_seconds in the YAML file was refused, because the single process of the comparison has no use for it."""
     [case] = [case for case in cases(16) if case.name == name]
-    says_no = SimpleNamespace(returncode=1, stderr="error: the run says no\n")
-    with patch("subprocess.run", return_value=says_no) as ran, pytest.raises(TrainingError) as raised:
+    says_no = SimpleNamespace(returncode=1, communicate=lambda: ("", "error: the run says no\n"))
+    with patch("subprocess.Popen") as ran, pytest.raises(TrainingError) as raised:
+        ran.return_value.__enter__.return_value = says_no
         compare(config_file, ["batch.sequences=16", *OF_OTHER_LAYOUTS], tmp_path / "out", [case], "fp32")
     assert str(raised.value) == f"{name}: the run says no"  # "error:" stood there twice
     command = ran.call_args.args[0]
@@ -314,6 +315,6 @@ def test_the_check_of_layouts_does_not_remove_what_it_starts_from(config_file, t
     """F14: --from inside --output was deleted by the first comparison."""
     source = tmp_path / "out" / "fp32-0"
     source.mkdir(parents=True)
-    with patch("subprocess.run") as ran, pytest.raises(ConfigError, match="which it would remove; choose another --output"):
+    with patch("subprocess.Popen") as ran, pytest.raises(ConfigError, match="which it would remove; choose another --output"):
         compare(config_file, [f"run.init_from={source}"], tmp_path / "out", cases(16)[:1], "fp32")
     assert source.is_dir() and not ran.called

@@ -149,7 +149,7 @@ def test_output_is_for_targets_with_a_manifest(capsys, tmp_path, target):
 
 def test_a_manifest_that_cannot_be_written_is_one_line(capsys, tmp_path):
     (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "file" / "x.yaml", Path("/proc/nope/x.yaml")):
+    for place in (tmp_path / "file" / "x.yaml", Path("/proc/nope/x.yaml")):
         said = refused(capsys, launch_words("kubernetes", POD, "--output", str(place)))
         assert said.startswith("error: the manifest cannot be kept: /") and "name another file: --output FILE" in said
 

@@ -119,9 +119,9 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
 @pytest.mark.parametrize(("overrides", "message"), [
     (["model.family=llama", "model.dropout=0"], "data.objective=span_corruption needs an encoder-decoder, but model.family=llama is decoder-only"),
     (["model.family=transformer", "model.head_dim=null", "model.encoder.share_embedding=false"], "set model.encoder.share_embedding=true"),
-    (["data.packing=best_fit"], "does not support data.packing=best_fit"),
-    (["data.document_mask=true"], "does not support data.document_mask=True"),
-    (["data.boundary_loss=false"], "does not support data.boundary_loss=False"),
+    (["data.packing=best_fit"], "data.packing=best_fit does not go with data.objective=span_corruption; remove data.packing"),
+    (["data.document_mask=true"], "data.document_mask=true does not go with data.objective=span_corruption"),
+    (["data.boundary_loss=false"], "data.boundary_loss=false does not go with data.objective=span_corruption"),
     (["data.objective=next_token"], " has no effect with data.objective=next_token; set data.objective=span_corruption"),
     (["data.objective=next_token", "data.span_corruption={mean_span_length: 3.0, sentinels: 100}"], "is trained on sentence pairs or on spans"),
     (["data.span_corruption.sentinels=2"], "data.span_corruption.sentinels=2: data.sequence_length=40 makes 3 spans"),

@@ -7,6 +7,11 @@ from typing import Literal
 
 from pretrain.config.keys import MOST_STEPS, SET, UNSET, Except, key, section
 
+FALLING_AT_ONCE = ("cosine", "linear")
+"""Schedules that fall from the end of the warmup to the last step."""
+FALLING = (*FALLING_AT_ONCE, "wsd")
+"""Schedules that have fallen to `min_ratio` at the last step."""
+
 
 @dataclass
 class ParameterGroup:
@@ -187,7 +192,7 @@ class Schedule:
         "Learning rate at the last step, as a share of the peak, unless the warmup takes all steps.",
         ge=0,
         le=1,
-        when={"schedule.name": ("cosine", "linear", "wsd")},
+        when={"schedule.name": FALLING},
     )
     decay_steps: int | None = key(
         None,
@@ -207,7 +212,7 @@ class Schedule:
         None,
         "Whether the rate falls with the tokens and not with the steps. By default, if the length of the fall is given in tokens: by "
         "`run.tokens` for `cosine`, `linear`, and `wsd` without `decay_steps`, or by `decay_tokens`.",
-        when={"schedule.name": ("cosine", "linear", "wsd"), "batch.ramp": SET},
+        when={"schedule.name": FALLING, "batch.ramp": SET},
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
         "linear",

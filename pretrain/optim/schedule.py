@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from pretrain.config.optim_schema import Schedule
+from pretrain.config.optim_schema import FALLING, Schedule
 from pretrain.errors import ConfigError
 
 
@@ -113,7 +113,7 @@ def check_schedule(schedule: Schedule, steps: int, written: Schedule, consumed: 
                 else "shorten the warmup, or raise run.steps"
             )
         )
-    if schedule.name in ("cosine", "linear", "wsd") and math.isclose(schedule.min_ratio, 1):
+    if schedule.name in FALLING and math.isclose(schedule.min_ratio, 1):
         also = " and schedule.decay_*" if schedule.name == "wsd" else ""
         raise ConfigError(
             f"schedule.min_ratio=1 with schedule.name={schedule.name} never decays; lower it, or set schedule.name=constant and remove "

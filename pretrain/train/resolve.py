@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.config.data_schema import Text
 from pretrain.config.keys import MOST_STEPS, check_effects
 from pretrain.config.model_schema import Model
-from pretrain.config.optim_schema import RateStage, Schedule
+from pretrain.config.optim_schema import FALLING_AT_ONCE, RateStage, Schedule
 from pretrain.config.schema import Config
 from pretrain.data.sources import batch_schedule, check_data, consumed_after
 from pretrain.data.stream import micro_steps_of
@@ -105,7 +105,7 @@ def _marked(config: Config) -> Schedule:
     schedule = config.schedule
     if not config.batch.ramp:
         return schedule
-    until_the_end = schedule.name in ("cosine", "linear") or (schedule.name == "wsd" and schedule.decay_steps is None)
+    until_the_end = schedule.name in FALLING_AT_ONCE or (schedule.name == "wsd" and schedule.decay_steps is None)
     in_tokens = {
         "warmup_by_tokens": schedule.warmup_tokens is not None,
         "decay_by_tokens": schedule.decay_tokens is not None or (until_the_end and config.run.tokens is not None),
@@ -179,7 +179,7 @@ def _unreached_rates(schedule: Schedule, steps: int, consumed: Callable[[int], i
         if end > steps and (rate.shape != "constant" or begin >= steps):
             yield f"schedule.stages.{i} lasts until step {end}, and the run until {steps}: it never comes to {rate.ratio:g} of the rate"
     left, usual = steps - schedule.warmup_steps, wanted_decay(schedule, steps, consumed)
-    if schedule.name in ("cosine", "linear") and left == 0:
+    if schedule.name in FALLING_AT_ONCE and left == 0:
         yield f"schedule.name={schedule.name}: the warmup takes all {steps} steps, so that the rate never falls to schedule.min_ratio={schedule.min_ratio:g}"
     if schedule.name == "wsd" and schedule.decay_steps is None and 0 <= left < usual:
         yield f"schedule.name=wsd: the warmup leaves {left} of {steps} steps for the decay, which would take {usual}"

@@ -92,7 +92,7 @@ class Log:
     )
     memory_history: bool = key(
         False,
-        "Remember every allocation of GPU memory, and write them to profile/ when a step does not fit. Costs some percent of a step; GPUs only.",
+        "Remember the last 200,000 allocations of GPU memory, and write them to profile/ when a step does not fit. Costs some percent of a step; GPUs only.",
     )
     profile: list[int] = key(
         [],

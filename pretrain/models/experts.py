@@ -37,7 +37,7 @@ class Router(nn.Module):
 
     `correction` is added to the scores for the choice alone and gets no gradient (arXiv 2408.15664): train/balancing.py moves it.
     `shares_E` is for `experts.balance_scope: global_batch`: how many of a position's choices went to each expert on average in the step
-    before; train/balancing.py sets it. None before the first step, and then even.
+    before. train/balancing.py sets it, before the first step to even shares. Without a trainer it is None, which means even shares too.
     """
 
     casts = ("weight",)

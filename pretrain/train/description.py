@@ -122,6 +122,7 @@ def describe_other_devices(plan: Plan, device: torch.device) -> list[str]:
 
 
 def costs_of_layers(plan: Plan) -> list[int]:
+    """What each layer costs, in units that only compare layers: a pipeline is cut into stages by it, and others have equal layers."""
     model = plan.config.model
     if plan.layout.pipeline == 1:
         return [1] * (model.encoder.layers or 0) + [1] * model.layers

@@ -105,8 +105,6 @@ def inspect(arguments: argparse.Namespace) -> None:
     if arguments.coverage:
         from pretrain.data.inspection.coverage import measure_coverage
 
-        if arguments.step is not None:
-            history.stretch_of(arguments.step)  # refuses 0, for which coverage would advise to give a step
         coverage = measure_coverage(history, arguments.step)
         show(arguments, coverage, views.coverage_lines(coverage, arguments.width))
     elif arguments.document is not None:

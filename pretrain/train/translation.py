@@ -106,8 +106,8 @@ def translate_file(
 ) -> tuple[list[str], list[str] | None]:
     """The translation of each line of a file, and the lines of `reference`. The translation of an empty line is empty.
 
-    Raises ConfigError if there are references and no sacrebleu to score them. Raises DataError, naming the line, for one that is not UTF-8, that the tokenizer refuses, or that has a token which the model does not
-    know. Raises DataError for a reference with another number of lines.
+    Raises ConfigError if there are references and no sacrebleu to score them. Raises DataError, naming the line, for one that is not UTF-8,
+    that the tokenizer refuses, or that has a token which the model does not know. Raises DataError for a reference with another number of lines.
     """
     if reference:
         require_sacrebleu()

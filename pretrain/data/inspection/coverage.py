@@ -85,11 +85,9 @@ class _Drawn:
 
 def measure_coverage(history: History, step: int | None = None) -> Coverage:
     """Measure what a run has read after `step` steps (default: all that it has made). Raises DataError for a step that it lacks."""
+    if step is None and not history.current:
+        raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
     step = history.current if step is None else step
-    if not step:
-        raise DataError(
-            f"{history.name} has read nothing before its first step; give --step N to see what it will have read then"
-        )
     history.stretch_of(step)  # refuses a step that does not exist
     drawn: dict[tuple, _Drawn] = {}
     inputs = 0

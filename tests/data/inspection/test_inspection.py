@@ -329,7 +329,7 @@ def test_the_page_is_written_where_it_is_asked_for(planned, tmp_path, capsys):
         (["--document", "0", "--source", "c"], 1, "--source c: the run has no such source; it has a, b"),
         (["--document", "300", "--source", "a"], 1, "document 300: a has documents 0..299"),
         (["--document", "-1", "--source", "a"], 1, "document -1: a has documents 0..299"),
-        (["--coverage"], 1, "has read nothing before its first step; give --step N"),
+        (["--coverage"], 1, "has made no step; give --step N"),
         (["--coverage", "--step", "99"], 1, "step 99 is beyond the last step"),
         (["--coverage", "--step", "0"], 1, "step 0: the steps of a run are counted from 1"),
     ],

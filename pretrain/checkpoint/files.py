@@ -173,7 +173,11 @@ def model_of(checkpoint: Path, state: dict[str, Any]) -> Model:
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """File name -> size and sha256. Raises CheckpointError for a manifest that is missing, foreign or damaged."""
     path = checkpoint / MANIFEST
-    manifest = read_json(path)
+    return files_of_manifest(read_json(path), path)
+
+
+def files_of_manifest(manifest: Any, path: Path | str) -> dict[str, dict[str, Any]]:
+    """File name -> size and sha256, by the content of a manifest. `path`: where it was read, for messages. Raises CheckpointError."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not a manifest of a {FORMAT}")
     if manifest.get("version") != VERSION:
@@ -223,21 +227,6 @@ def remove(path: Path) -> bool:
     else:
         shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
-
-
-def outdated(folder: Path, newest: Path, keep_last: int, keep_every_steps: int, skipped: int = 0) -> list[Path]:
-    """The checkpoints that need not be kept. `newest`, just committed, stays. Later ones are no part of this run's past: they neither count nor
-    are among them. `skipped`: steps in a row that were skipped before `newest`.
-    """
-    if keep_last == 0:
-        return []
-    found = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    # What was saved among skipped steps has one and the same weights, perhaps ruined ones. It does not count, and the newest of it is enough.
-    taken = [path for path in found if step_of(path) <= step_of(newest) - skipped]
-    keep = {newest, *taken[-keep_last:]}
-    if keep_every_steps:
-        keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
-    return [path for path in found if path not in keep]
 
 
 def discard(path: Path) -> None:

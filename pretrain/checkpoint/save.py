@@ -31,9 +31,8 @@ from torch.futures import Future
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
-from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, reason_of
+from pretrain.errors import CheckpointError
 from pretrain.storage import copy_tree, flush, make_directory, plain
 
 log = logging.getLogger(__name__)
@@ -203,42 +202,6 @@ class Saving:
             if self.ranks.is_main:
                 files.remove(self.writing)
             raise CheckpointError(f"{self.writing}: {error}") from error
-
-
-def retire(target: Path, policy: Checkpoint, skipped: int = 0) -> threading.Thread:
-    """Give up the checkpoints beside this new one that the policy no longer keeps. Main rank only. `skipped`: see `files.outdated`.
-
-    The thread removes their files, which may take minutes. Ranks need not wait for it, and the next save should, for the room. What cannot be
-    removed is warned of: the run needs the new checkpoint, not the room of the old one.
-    """
-    old: list[Path] = []
-    left: list[Path] = []
-    with _tried_again():
-        old = files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps, skipped)
-    for path in old:
-        with _tried_again():
-            files.give_up(path)
-    with _tried_again():
-        left = files.unfinished(target.parent)  # also what an earlier removal could not remove
-
-    def remove() -> None:
-        for path in left:
-            if not files.remove(path):
-                log.warning(
-                    "an older checkpoint could not be removed, which is tried again at the next save: %s is still there", path
-                )
-
-    thread = threading.Thread(target=remove, name="removal of older checkpoints")
-    thread.start()
-    return thread
-
-
-@contextmanager
-def _tried_again() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
 
 
 def write_checkpoint(

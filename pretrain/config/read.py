@@ -113,7 +113,7 @@ def read_file(path: Path, including: tuple[str, ...] = ()) -> Tree:
         raise ConfigError(
             f"{path}: cannot read this configuration file: {getattr(error, 'strerror', None) or error}"
         ) from error
-    own = _parse(text, str(path))
+    own = parse(text, str(path))
     includes = own.values.pop(INCLUDE, [])
     if isinstance(includes, str):
         includes = [includes]
@@ -130,8 +130,8 @@ def read_file(path: Path, including: tuple[str, ...] = ()) -> Tree:
     return tree
 
 
-def _parse(text: str, place: str) -> Tree:
-    """`place` of a file is its name; anything else is the command line."""
+def parse(text: str, place: str) -> Tree:
+    """The values of a YAML text. `place` of a file is its name; anything else is the command line. Raises ConfigError."""
     loader = None
     try:
         loader = _Loader(text)
@@ -238,7 +238,7 @@ def apply_override(tree: Tree, override: str) -> None:
         raise ConfigError(
             f"{COMMAND_LINE}: {override!r}: YAML takes what follows ' #' for a comment; quote the value: {path}='\"...\"'"
         )
-    parsed = _parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {clipped(override, 200)}")
+    parsed = parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {clipped(override, 200)}")
     if list(parsed.values) != [path]:
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is more than one value; give each key=value by itself")
     target, name = _target(tree.values, path, override)

@@ -272,6 +272,11 @@ class Checkpoint:
         when={"checkpoint.keep_last": Except(0)},
         le=MOST_STEPS,
     )
+    upload: str | None = key(
+        None,
+        "Copy each checkpoint to this object store while training goes on (s3://BUCKET/FOLDER, gs://, file://), below the run's name. A start that finds "
+        "newer ones there than in the run directory downloads the newest. Kept there as here (`keep_last`).",
+    )
     export_check: bool = key(
         True,
         "Try the export to Hugging Face's format when a run starts, without weights and beside the first steps; the run ends if it "

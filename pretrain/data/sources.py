@@ -20,12 +20,12 @@ from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.manifest import directory_name
 from pretrain.data.shards.reader import Holding, PreparedData
 from pretrain.data.shards.shard_cache import ShardCache, default_directory
-from pretrain.data.shards.transfer import is_url
 from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import Objective, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import make_once
+from pretrain.transfer import is_url
 
 log = logging.getLogger(__name__)
 

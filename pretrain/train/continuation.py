@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from pretrain.checkpoint.choose import is_of_line
 from pretrain.checkpoint.files import MANIFEST, complete_checkpoints, step_name, step_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
-from pretrain.checkpoint.save import AgreedPlan, Saving, retire
+from pretrain.checkpoint.retention import retire
+from pretrain.checkpoint.save import AgreedPlan, Saving
+from pretrain.checkpoint.stored_run import StoredRun
+from pretrain.checkpoint.uploads import Uploads
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
@@ -76,11 +80,17 @@ class Continuation:
         self.copies, self._agreed = HostCopies(), AgreedPlan()
         self._saving: Saving | None = None
         self._removal: threading.Thread | None = None
+        self._retire: Callable[..., threading.Thread] | None = None
         self._held_up = ""
         source = origin.resumed or origin.weights
         self._saved_step = origin.step if origin.own else None
         self._parent = _identify(source.path, source.state["step"], source.manifest) if source else None
         self._timeline = [*(origin.resumed.state.get("timeline", []) if origin.resumed else []), self._start()]
+        self._uploads: Uploads | None = None
+        config = plan.config
+        if config.checkpoint.upload and ranks.is_main:
+            stored = StoredRun(config.checkpoint.upload, config.run.name)
+            self._uploads = Uploads(stored, directory.path, config.checkpoint, self._timeline[-1]["start"])
 
     def _start(self) -> dict[str, Any]:
         """This start's entry in the time line. A checkpoint that has it descends from this start."""
@@ -145,6 +155,32 @@ class Continuation:
         """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads."""
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
+        if self._uploads is not None:
+            self._uploads.wait(self.plan.config.parallel.timeout_seconds)
+
+    def begin_uploads(self) -> None:
+        """Take over the copies in the object store for this start. Raises CheckpointError on all ranks if the store cannot be written to."""
+
+        def begin() -> None:
+            name = "start of uploads"
+            with self.ranks.part(name, storage=True), self.ranks.in_pieces(name) as seen:
+                if self._uploads is not None:
+                    self._uploads.begin(self.origin.step, self.last if self.origin.own else None, lambda: seen(0))
+
+        if self.plan.config.checkpoint.upload:
+            self.ranks.attempt("start of uploads", begin, CheckpointError)
+
+    def finish_uploads(self) -> None:
+        """Wait until the newest checkpoint is copied. Raises CheckpointError on all ranks if that failed."""
+        if not self.plan.config.checkpoint.upload:
+            return
+        with self.ranks.part("upload of checkpoints", storage=True), self.ranks.in_pieces("upload of checkpoints") as seen:
+            while self._uploads is not None and not self._uploads.wait(1.0):
+                seen(0)
+        self.ranks.agree("upload of checkpoints", self._uploads and self._uploads.problem, CheckpointError)
+        if self._uploads is not None and self._retire is not None:
+            self.wait_for_removal()
+            self._removal = self._retire()  # what was on its way at the last save
 
     def wait_for_removal(self) -> None:
         """Let the removal of older checkpoints come to an end, before another start may find them. No other rank has to wait for it."""
@@ -166,8 +202,12 @@ class Continuation:
         self.last = saving.target
         self._parent, self.directory.newest = _identify(self.last, step, manifest), self.last.name
         if self.ranks.is_main:
+            skipped, uploads = saving.state["skipped_in_a_row"], self._uploads
+            if uploads is not None:
+                uploads.offer(self.last, skipped)
             with self.ranks.part("removal of older checkpoints", storage=True):
-                self._removal = retire(self.last, self.plan.config.checkpoint, saving.state["skipped_in_a_row"])
+                self._retire = partial(retire, self.last, self.plan.config.checkpoint, skipped)
+                self._removal = self._retire(in_use=uploads and uploads.in_use)
             log.info("saved %s (%s%s)", self.last, duration(time.monotonic() - self._started), self._held_up)
         return step
 

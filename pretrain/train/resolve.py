@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pretrain.checkpoint.stored_run import check_store
 from pretrain.config.data_schema import Text
 from pretrain.config.keys import MOST_STEPS, check_effects
 from pretrain.config.model_schema import Model
@@ -52,6 +53,8 @@ def resolve(config: Config) -> Config:
     _check_sharing(config)
     check_options(config)
     check_formats(config)
+    if config.checkpoint.upload is not None:
+        check_store(config.checkpoint.upload)
     _check_width(config)
     if config.optim.name == "schedule_free_adamw" and config.schedule.name != "constant":
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.stored_run import StoredRun
 from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
@@ -66,10 +67,8 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
         _check_the_rest(config, world_size, device, problem, is_first=rank == 0)
         raise
     if rank == 0:
-        origin = _check_directory(plan)
-        print(
-            "\n".join([*describe(plan, world_size, origin), *describe_other_devices(plan, device), *_intentions(plan, origin)])
-        )
+        origin, intentions = _check_directory(plan)
+        print("\n".join([*describe(plan, world_size, origin), *describe_other_devices(plan, device), *intentions]))
         if explain:
             print("\n".join(explain_ranks(plan.layout, plan.config, costs_of_layers(plan))))
         _check_export(plan)
@@ -87,12 +86,23 @@ def _check_the_rest(config: Config, world_size: int, device: torch.device, probl
         raise
 
 
-def _check_directory(plan: Plan) -> StartingPoint:
-    """The point that a start would continue from. Raises the error that would refuse the start."""
-    directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
+def _check_directory(plan: Plan) -> tuple[StartingPoint, list[str]]:
+    """The point that a start would continue from, and what it would do. Raises the error that would refuse the start."""
+    run = plan.config.run
+    directory, stored = RunDirectory(directory_of(run), run.lock), _stored(plan)
     directory.check()
-    alone = Ranks(0, 0, 1, torch.device("cpu"))
-    return find_starting_point(plan, directory, alone, content=False)
+    if stored is not None and (lacking := stored.lacking(directory.checkpoints, run.resume)).names:
+        return StartingPoint(), [
+            f"would download {' and '.join(lacking.names)} from {stored.shown}, and resume from {'the last one' if lacking.names[1:] else 'it'} if "
+            "it is intact and of this run"
+        ]
+    origin = find_starting_point(plan, directory, Ranks(0, 0, 1, torch.device("cpu")), content=False)
+    return origin, _intentions(plan, origin)
+
+
+def _stored(plan: Plan) -> StoredRun | None:
+    config = plan.config
+    return StoredRun(config.checkpoint.upload, config.run.name) if config.checkpoint.upload else None
 
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
@@ -190,7 +200,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
     rank_file = RankFile(directory.path)
     try:
         verify_everywhere(plan.data.holdings, False, ranks)  # before a directory is made for a run that cannot start
-        _claim(directory, ranks)
+        _take_over(plan, directory, ranks)
         ranks.tell_of_ranks(rank_file.put)
         origin = find_starting_point(plan, directory, ranks)
         place = surroundings(ranks)
@@ -238,7 +248,8 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
 _REASONS = {"preempted": "asked to stop by a signal; the same command continues"}
 
 
-def _claim(directory: RunDirectory, ranks: Ranks) -> None:
+def _take_over(plan: Plan, directory: RunDirectory, ranks: Ranks) -> None:
+    """Claim the run's directory, and download what it does not have of the run's checkpoints."""
     ranks.on_main("claim of the run directory", directory.claim, CheckpointError)
     token = ranks.gather("owner of the run directory", directory.token)[0]
     ranks.agree(
@@ -249,6 +260,8 @@ def _claim(directory: RunDirectory, ranks: Ranks) -> None:
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)
+    if (stored := _stored(plan)) is not None:
+        stored.fetch(directory.path, plan.config.run.resume, ranks)
 
 
 def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, place: dict[str, Any]) -> None:

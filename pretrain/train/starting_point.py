@@ -16,7 +16,8 @@ import torch
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.files import checkpoints_at, complete_checkpoints, model_of
 from pretrain.checkpoint.payload import Payload
-from pretrain.config.read import read_file
+from pretrain.checkpoint.stored_run import StoredRun
+from pretrain.config.read import parse, read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import of_today
 from pretrain.data.sources import batch_schedule
@@ -83,9 +84,16 @@ def _format_begun_in(config: Config) -> str | None:
     if resume == "never":
         return None
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
-    if path is None and resume != "auto":
-        path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"
-    recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
+    uploaded = None
+    if path is None and config.checkpoint.upload:
+        uploaded = StoredRun(config.checkpoint.upload, config.run.name).read("config.yaml")
+    if uploaded is not None:
+        saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
+    else:
+        if path is None and resume not in ("auto", "required"):
+            path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"
+        saved = _config_of(path) if path is not None else {}
+    recorded = saved.get("precision", {}).get("compute")
     return recorded if recorded in DTYPES else None
 
 

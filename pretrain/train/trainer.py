@@ -216,6 +216,7 @@ class Trainer:
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
             self.reporting.open(stack, self.progress, self.continuation)
             stack.callback(self.continuation.wait)
+            self.continuation.begin_uploads()
             try:
                 outcome = self._take_steps(batches, stop, export, evaluated)
             except Exception as error:
@@ -229,6 +230,7 @@ class Trainer:
                 self.reporting.callbacks.close()
                 problem = self.reporting.callbacks.problem
                 self.ranks.agree("end of the callbacks", problem and str(problem), TrainingError)
+            self.continuation.finish_uploads()
         return outcome
 
     def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:

@@ -15,6 +15,7 @@ import torch
 from running import losses, run_main, tool, train
 
 from pretrain.checkpoint import choose, files
+from pretrain.checkpoint.retention import outdated
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.observe.metrics import read_metrics
@@ -488,7 +489,7 @@ def test_a_later_checkpoint_of_another_line_neither_counts_for_retention_nor_is_
     for step in (2, 3, 9):
         (tmp_path / files.step_name(step)).mkdir()
         files.write_json(tmp_path / files.step_name(step) / files.MANIFEST, {})
-    assert files.outdated(tmp_path, tmp_path / "step-00000003", keep_last=2, keep_every_steps=0) == []
+    assert outdated(files.complete_checkpoints(tmp_path), tmp_path / "step-00000003", keep_last=2, keep_every_steps=0) == []
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003", "step-00000009"]
 
 
@@ -564,7 +565,7 @@ def test_a_name_that_is_taken_does_not_stop_a_removal(tmp_path):
     left = tmp_path / ".removing-step-00000001"
     left.mkdir()
     (left / ".nfs0001").write_text("open elsewhere")
-    [given_up] = map(files.give_up, files.outdated(tmp_path, tmp_path / "step-00000002", 1, 0))
+    [given_up] = map(files.give_up, outdated(files.complete_checkpoints(tmp_path), tmp_path / "step-00000002", 1, 0))
     assert given_up.name == ".removing-step-00000001.1" and files.remove(given_up)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]
 
@@ -576,7 +577,7 @@ def test_a_checkpoint_that_is_a_link_is_retired_once_and_what_it_points_at_stays
         path.mkdir(parents=True)
         files.write_json(path / files.MANIFEST, {})
     (folder / files.step_name(2)).symlink_to(elsewhere)
-    [link] = files.outdated(folder, folder / files.step_name(4), keep_last=1, keep_every_steps=0)
+    [link] = outdated(files.complete_checkpoints(folder), folder / files.step_name(4), keep_last=1, keep_every_steps=0)
     assert files.remove(files.give_up(link))
     assert [path.name for path in folder.iterdir()] == ["step-00000004"] and (elsewhere / files.MANIFEST).is_file()
     (folder / ".removing-step-00000002").symlink_to(elsewhere)  # as versions before left it

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from pretrain import storage
 from pretrain.checkpoint import files, save
 from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
+from pretrain.checkpoint.retention import outdated, retire
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.import_model import ALONE
@@ -315,7 +316,7 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
         path.mkdir()
         files.write_json(path / files.MANIFEST, {})
     policy = Checkpoint(keep_last=1, keep_every_steps=200)
-    old = files.outdated(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
+    old = outdated(files.complete_checkpoints(tmp_path), tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
     removed = [files.give_up(path) for path in old]
     assert [p.name for p in removed] == [".removing-step-00000100", ".removing-step-00000300"]
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
@@ -336,7 +337,7 @@ def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkey
         files.write_json(tmp_path / files.step_name(step) / files.MANIFEST, {})
     gate, remove = threading.Event(), files.remove
     monkeypatch.setattr(files, "remove", lambda path: gate.wait(20) and remove(path))
-    thread = save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1))
+    thread = retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]
     gate.set()
     thread.join(20)
@@ -355,10 +356,10 @@ def test_an_old_checkpoint_that_stays_is_named_at_each_save(tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda path, **options: None)  # as with a read-only folder
         for _ in range(2):
-            save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
+            retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
     said = f"an older checkpoint could not be removed, which is tried again at the next save: {tmp_path}/.removing-step-00000001 is still there"
     assert [record.message for record in caplog.records] == [said] * 2
-    save.retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
+    retire(tmp_path / files.step_name(2), Checkpoint(keep_last=1)).join(20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"] and len(caplog.records) == 2
 
 
@@ -374,11 +375,11 @@ def test_one_checkpoint_that_cannot_be_renamed_does_not_keep_all_others(tmp_path
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", pinned)
-    save.retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)
+    retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
     assert "step-00000001" in caplog.text and caplog.text.count("could not be removed") == 1
     monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle", str(path))))
-    save.retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)  # the run goes on
+    retire(tmp_path / files.step_name(4), Checkpoint(keep_last=1)).join(20)  # the run goes on
     assert caplog.text.count("Stale file handle") == 2
 
 

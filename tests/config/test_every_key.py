@@ -180,6 +180,7 @@ SEEN = {
     "checkpoint.asynchronous": "train/test_asynchronous_saves.py::test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken",
     "checkpoint.keep_last": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
     "checkpoint.keep_every_steps": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
+    "checkpoint.upload": "train/test_uploads.py::test_each_checkpoint_is_copied_and_kept_like_the_runs_own",
     "checkpoint.export_check": "huggingface/test_export_check.py::test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then",
     "log.every_steps": "train/test_inspecting_runs.py::test_steps_that_were_not_logged_are_said_not_to_be",
     "log.tensorboard": "train/test_observing.py::test_every_number_of_the_record_is_logged_when_its_description_says_so",

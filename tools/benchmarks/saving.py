@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors
-from pretrain.checkpoint.save import Saving, retire, write_checkpoint
+from pretrain.checkpoint.retention import retire
+from pretrain.checkpoint.save import Saving, write_checkpoint
 from pretrain.config.load import load_config
 from pretrain.distributed.ranks import Ranks
 from pretrain.optim.optimizer import OptimizerSet

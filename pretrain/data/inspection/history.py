@@ -22,11 +22,11 @@ from typing import Any
 from pretrain.config.schema import Config
 from pretrain.config.written import from_recorded
 from pretrain.data.samples import Samples
-from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
 from pretrain.data.stream import BatchSchedule, Stream, micro_steps_of
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE
+from pretrain.transfer import is_url
 
 
 @dataclass(frozen=True)

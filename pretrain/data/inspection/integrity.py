@@ -23,11 +23,11 @@ from pretrain.data.shards.manifest import (
     tokenizer_difference,
 )
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
 from pretrain.errors import DataError
 from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
+from pretrain.transfer import is_url
 
 _THREADS = min(4, usable_cores())  # hashing releases the interpreter's lock
 

@@ -28,11 +28,11 @@ from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.text_inputs import Tally, lines_of
 from pretrain.data.shards.manifest import INVALID_NAME, directory_name, read_described, splits_with, write_invalid
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import sealed_json, sha256_of, staged_directory
+from pretrain.transfer import refuse_url
 
 FORMAT, VERSION, NAME = "pretrain-pairs", 2, "pairs.json"
 READABLE = (1, 2)

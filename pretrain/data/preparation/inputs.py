@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain.data.shards.transfer import Remote, is_url, judged
 from pretrain.errors import DataError, say, without_secrets
+from pretrain.transfer import Remote, is_url, judged
 
 _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES, WHOLE, IdFile, column_parts
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.shards.transfer import Remote
 from pretrain.data.shards.writer import SHARD_TOKENS
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
+from pretrain.transfer import Remote
 
 _FORMAT, _VERSION = "pretrain-preparation", 2
 TEXT_MODES = ("file", "line")

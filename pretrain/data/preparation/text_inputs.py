@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.shards.transfer import judged
 from pretrain.errors import DataError, UserError
+from pretrain.transfer import judged
 
 _BUFFER = 1 << 18
 _ZSTD_CHUNK = 1 << 15

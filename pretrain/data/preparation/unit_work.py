@@ -20,9 +20,9 @@ from pretrain.data.preparation.encode import Encoder, load_encoder
 from pretrain.data.preparation.parts import PartSummary, PartWriter
 from pretrain.data.preparation.preparation_plan import Piece, Settings
 from pretrain.data.preparation.text_inputs import Tally
-from pretrain.data.shards.transfer import Remote
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
+from pretrain.transfer import Remote
 
 BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 4096

@@ -28,10 +28,10 @@ from pathlib import Path
 from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.manifest import DTYPES, dtype_for
-from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import copy_tree, flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
+from pretrain.transfer import refuse_url
 
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _HASHES = "files.sha256.json"

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.shards.transfer import is_url
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, TokenizerIdentity, copy_difference
 from pretrain.errors import DataError, without_secrets
 from pretrain.storage import exists, sealed_json, sha256_of, unsealed
+from pretrain.transfer import is_url
 
 FORMAT = "pretrain-shards"
 VERSION = 4

@@ -39,8 +39,8 @@ from pretrain.data.shards.manifest import (
     tokenizer_difference,
 )
 from pretrain.data.shards.open_files import CachedFiles, OpenFile, OpenFiles, check_size
-from pretrain.data.shards.transfer import is_url
 from pretrain.errors import DataError, without_secrets
+from pretrain.transfer import is_url
 
 if TYPE_CHECKING:
     from pretrain.data.shards.remote_files import RemoteFiles

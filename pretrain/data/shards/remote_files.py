@@ -22,10 +22,10 @@ from typing import BinaryIO
 
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest, tokenizer_difference
 from pretrain.data.shards.shard_cache import ShardCache
-from pretrain.data.shards.transfer import Cancelled, Remote, join
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.errors import DataError, without_secrets
 from pretrain.storage import sha256_of, staged_directory
+from pretrain.transfer import Cancelled, Remote, join
 
 log = logging.getLogger(__name__)
 

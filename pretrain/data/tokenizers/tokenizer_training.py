@@ -20,12 +20,12 @@ from typing import Any
 
 from pretrain.data.preparation.documents import read_documents
 from pretrain.data.preparation.inputs import find_inputs
-from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.tokenizers.engine import byte_characters
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.errors import ConfigError, DataError, say
 from pretrain.progress import MEGABYTE, CorpusProgress
 from pretrain.storage import staged_directory
+from pretrain.transfer import refuse_url
 
 MODEL_TYPES = ("bpe", "unigram", "byte_bpe", "byte", "char")
 SPLIT_PATTERN = (

@@ -23,9 +23,9 @@ from pretrain.data.shards import open_files
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.remote_files import open_remote
 from pretrain.data.shards.shard_cache import ShardCache
-from pretrain.data.shards.transfer import Patience, Remote, is_url, join
 from pretrain.data.sources import open_sources
 from pretrain.errors import ConfigError, DataError, without_secrets
+from pretrain.transfer import Patience, Remote, is_url, join
 
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 SHORT = Patience(stall=1.0, first_delay=0.02, longest_delay=0.1, give_up=1.0)
@@ -112,7 +112,7 @@ def test_what_passes_is_retried_and_logged(server, folder, cache, faults, caplog
     data = opened(server.url + "/train", cache)
     assert np.array_equal(whole(data), whole(PreparedData.open(folder)))
     assert server.count(SHARD) == len(faults) + 1
-    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.data.shards.transfer"]
+    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.transfer"]
     assert len(retries) == len(faults)
     assert all(message.startswith(f"{server.url}/train/{SHARD}: ") and "trying again in" in message for message in retries)
 

@@ -13,64 +13,45 @@ import pytest
 from faulty_server import faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from object_server import object_server, use_server
 from running import run_main
 
 from pretrain.data.preparation.prepare import prepare
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.remote_files import open_remote
 from pretrain.data.shards.shard_cache import ShardCache
-from pretrain.data.shards.transfer import Patience, Remote
 from pretrain.errors import DataError
 from pretrain.observe.metrics import read_metrics
+from pretrain.transfer import Patience, Remote
 
 URL = "s3://corpus/code/train"
 SHARD = "shard-00001.bin"
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 SHORT = Patience(stall=1.0, first_delay=0.02, longest_delay=0.1, give_up=1.0)
 BIG = 10**9
-_REASON = 'needs s3fs and moto: pip install -e ".[test]"'
 
 
 @pytest.fixture(scope="session")
 def endpoint(prepared):
     """The address of a server with the prepared data under URL."""
-    for module in ("s3fs", "moto", "flask", "flask_cors"):
-        pytest.importorskip(module, reason=_REASON)
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    client = boto3.client(
-        "s3", endpoint_url=f"http://{host}:{port}", aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
-    )
-    client.create_bucket(Bucket="corpus")
-    for file in prepared.rglob("*"):
-        if file.is_file():
-            client.put_object(Bucket="corpus", Key=f"code/train/{file.relative_to(prepared)}", Body=file.read_bytes())
-    yield f"http://{host}:{port}"
-    server.stop()
+    with object_server("corpus") as (url, client):
+        for file in prepared.rglob("*"):
+            if file.is_file():
+                client.put_object(Bucket="corpus", Key=f"code/train/{file.relative_to(prepared)}", Body=file.read_bytes())
+        yield url
 
 
 @pytest.fixture
 def environment(endpoint, monkeypatch, tmp_path):
     """What a user sets. Returns a way to choose another endpoint."""
-    import s3fs
 
     def choose(url: str) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         s3fs.S3FileSystem.clear_instance_cache()
 
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    choose(endpoint)
+    use_server(monkeypatch, tmp_path, endpoint)
+    import s3fs
+
     return choose
 
 
@@ -247,7 +228,7 @@ def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
     corpus_on_s3, proxy, byte_tokenizer, tmp_path, faults, monkeypatch
 ):
     """D-D4: an answer that ends early is no short document."""
-    monkeypatch.setattr("pretrain.data.shards.transfer.Patience", lambda: QUICK)
+    monkeypatch.setattr("pretrain.transfer.Patience", lambda: QUICK)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         proxy.faults[f"text/{name}"] = list(faults)
     prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000, engine="library")

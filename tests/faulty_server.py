@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 
 class FaultyServer:
-    """`faults[name]`: what happens to the coming GETs of paths that end with `name`, one after the other; then none.
+    """`faults[name]`: what happens to the coming GETs of paths that end with `name`, one after the other; then none. `put_faults`: likewise for PUTs,
+    of which each is a status, or `reset`.
 
     A number: that status. `reset`: the connection breaks in the body. `truncate`: it is closed there. `stall`: nothing more comes
     in the body, until `let_go` is set. `slow`: a trickle. `wrong`: one bit differs. `half`: a complete answer with half of it.
@@ -25,6 +26,7 @@ class FaultyServer:
         self.folder = folder
         self.upstream = upstream
         self.faults: dict[str, list[str | int]] = {}
+        self.put_faults: dict[str, list[str | int]] = {}
         self.gets: list[str] = []
         self.stalled = threading.Event()
         self.let_go = threading.Event()
@@ -87,6 +89,27 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):
             self._send(body, fault)
 
+    def do_PUT(self) -> None:
+        if self.headers.get("Expect"):
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            del self.headers["Expect"]
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = urlsplit(self.path).path
+        fault = next((faults.pop(0) for name, faults in self.faulty.put_faults.items() if path.endswith(name) and faults), None)
+        if fault == "reset":
+            self._break()
+            return
+        status, headers, answer = (fault, {"Content-Length": "0"}, b"") if fault else self._answer(body)
+        self._head(status, headers)
+        self.wfile.write(answer)
+
+    do_POST = do_DELETE = do_PUT
+
+    def _break(self) -> None:
+        """A close that says RST."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
     def _send(self, body: bytes, fault: str | None) -> None:
         half = len(body) // 2
         if fault == "slow":
@@ -101,9 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
             if fault == "stall":
                 self.faulty.stalled.set()
                 self.faulty.let_go.wait()
-            if fault == "reset":  # a close that says RST
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close() if fault == "reset" else self.connection.shutdown(socket.SHUT_RDWR)
+            self._break() if fault == "reset" else self.connection.shutdown(socket.SHUT_RDWR)
         else:
             self.wfile.write(body)
 
@@ -113,10 +134,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def _answer(self) -> tuple[int, dict[str, str], bytes]:
+    def _answer(self, sent: bytes | None = None) -> tuple[int, dict[str, str], bytes]:
         if self.faulty.upstream is not None:
             upstream = http.client.HTTPConnection(urlsplit(self.faulty.upstream).netloc)
-            upstream.request(self.command, self.path, headers=dict(self.headers.items()))
+            upstream.request(self.command, self.path, sent, headers=dict(self.headers.items()))
             answer = upstream.getresponse()
             kept = {
                 k: v for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection", "server", "date")

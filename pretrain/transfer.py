@@ -1,6 +1,6 @@
-"""Bytes from any fsspec URL, with retries for failures that may pass.
+"""Bytes from and to any fsspec URL, with retries for failures that may pass.
 
-After a broken connection, a 5xx answer, a truncated body or a stalled transfer, the download is tried again. The wait doubles each
+After a broken connection, a 5xx answer, a truncated body or a stalled transfer, the transfer is tried again. The wait doubles each
 time and is drawn at random from its upper half. Retries end `Patience.give_up` seconds after the first failure. Errors that
 waiting cannot mend (not found, not allowed, no credentials) fail at once. Each retry is logged; the libraries' own silent retries
 are switched off if possible.
@@ -12,6 +12,7 @@ AWS_PROFILE, AWS_ENDPOINT_URL and FSSPEC_S3_ANON (s3fs), GOOGLE_APPLICATION_CRED
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -22,12 +23,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pretrain.errors import ConfigError, DataError, install_command, without_secrets
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10
 _PACKAGES = {
@@ -75,6 +78,12 @@ class PassingError(DataError):
     """A failure of a server or a network that may pass, so another attempt is made."""
 
 
+class WrongContentError(DataError):
+    """The bytes that arrived, again and again, are not those of the manifest. `found`: what arrived, for another message."""
+
+    found = ""
+
+
 class _WrongContent(Exception):
     """All bytes arrived, but they are not those of the manifest."""
 
@@ -103,7 +112,7 @@ def join(url: str, name: str) -> str:
 
 
 class Remote:
-    """Reads files of fsspec URLs. Safe between threads and after a fork; pickles."""
+    """Reads and writes files of fsspec URLs. Safe between threads and after a fork; pickles."""
 
     def __init__(self, patience: Patience | None = None):
         self.patience = patience or Patience()
@@ -138,6 +147,59 @@ class Remote:
         """The content of a small file. Raises FileNotFoundError if it is missing, else DataError."""
         return self.persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
 
+    def upload(self, path: Path, url: str) -> None:
+        """Write a local file to the URL. Raises DataError, and FileNotFoundError if the local file is gone."""
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: is gone")
+        self._ask(url, lambda system, place: system.put_file(str(path), place), "written")
+        if (size := self.size(url)) != path.stat().st_size:
+            raise DataError(
+                f"{without_secrets(url)}: has {size} bytes where {path} has {path.stat().st_size}; is something else written there?"
+            )
+
+    def write(self, content: bytes, url: str) -> None:
+        """Write a small file. Raises DataError."""
+        self._ask(url, lambda system, place: system.pipe_file(place, content), "written")
+
+    def size(self, url: str) -> int | None:
+        """Bytes of the file at the URL, or None if it is missing. Raises DataError."""
+        try:
+            return self._ask(url, lambda system, place: system.info(place)["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self, url: str) -> list[str]:
+        """Names in the directory, sorted; empty if it is missing. Raises DataError."""
+
+        def listing(system: Any, place: str) -> list[str]:
+            system.invalidate_cache()
+            return sorted(found.rstrip("/").rsplit("/", 1)[-1] for found in system.ls(place, detail=False))
+
+        try:
+            return self._ask(url, listing)
+        except FileNotFoundError:
+            return []
+
+    def copy(self, url: str, other: str) -> None:
+        """Copy a file within its store. Raises FileNotFoundError if it is missing, else DataError."""
+        self._ask(url, lambda system, place: system.cp_file(place, system._strip_protocol(other)), "copied")
+
+    def remove(self, url: str) -> None:
+        """Remove a file, or a directory with all that is in it, unless it is missing. Raises DataError."""
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(url, lambda system, place: system.rm(place, recursive=True), "removed")
+
+    def _ask(self, url: str, question: Callable[[Any, str], T], done: str = "read") -> T:
+        """What `question` returns for the file system and the path in it. `done`: what is done to the file, for a message."""
+
+        def attempt() -> T:
+            try:
+                return question(*self.system(url))
+            except Exception as error:
+                raise judged(url, error, done) from error
+
+        return self.persist(url, attempt)
+
     def persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool] = lambda: False) -> Any:
         """The result of `attempt`, which is repeated by the rules above if it raises PassingError. `url`: for messages."""
         patience, first_failure, delay, contents = self.patience, None, self.patience.first_delay, 0
@@ -147,9 +209,10 @@ class Remote:
             except _WrongContent as error:
                 contents += 1
                 if contents >= patience.contents:
-                    raise DataError(
-                        f"{without_secrets(url)}: downloaded {contents} times, each time {error}; restore the file there, or prepare the data again"
-                    ) from error
+                    found = f"{without_secrets(url)}: downloaded {contents} times, each time {error}"
+                    wrong = WrongContentError(f"{found}; restore the file there, or prepare the data again")
+                    wrong.found = found
+                    raise wrong from error
                 reason = str(error)
             except PassingError as error:
                 reason = str(error).removeprefix(f"{without_secrets(url)}: ")
@@ -246,6 +309,8 @@ def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any
         return {"client_kwargs": {"timeout": timeout, "trust_env": True}}, {"block_size": 0, "size": 1}
     if protocol in ("gs", "gcs", "hf"):
         return {}, {"block_size": _CHUNK, "cache_type": "none"}
+    if protocol == "file":
+        return {"auto_mkdir": True}, {}
     return {}, {}
 
 
@@ -273,19 +338,17 @@ def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
         time.sleep(min(remaining, 0.2))
 
 
-def judged(url: str, error: BaseException) -> BaseException:
-    """The error to raise for a backend's error: PassingError if waiting may help, else DataError."""
+def judged(url: str, error: BaseException, done: str = "read") -> BaseException:
+    """The error to raise for a backend's error: PassingError if waiting may help, else DataError. `done`: what was to be done to the file."""
     status = _status(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     what = what.replace(url, without_secrets(url))
     if isinstance(error, ImportError):
         package = _PACKAGES.get(_protocol(url))
         if package is None:  # fsspec names it
-            return DataError(
-                f"{without_secrets(url)}: reading {_protocol(url)}:// needs a package that is not installed: {error}"
-            )
+            return DataError(f"{without_secrets(url)}: {_protocol(url)}:// needs a package that is not installed: {error}")
         return DataError(
-            f"{without_secrets(url)}: reading {_protocol(url)}:// needs the package {package}, which is not installed; "
+            f"{without_secrets(url)}: {_protocol(url)}:// needs the package {package}, which is not installed; "
             f"run {install_command('remote')}"
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
@@ -298,7 +361,7 @@ def judged(url: str, error: BaseException) -> BaseException:
     if isinstance(error, _DEFECTS) or not isinstance(error, Exception):
         return error
     if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
-        return DataError(f"{without_secrets(url)}: cannot be read ({what}); check the URL")
+        return DataError(f"{without_secrets(url)}: cannot be {done} ({what}); check the URL")
     return PassingError(f"{without_secrets(url)}: {what}")
 
 

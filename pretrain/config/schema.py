@@ -177,7 +177,11 @@ class Translation:
     sequences: int = key(0, "Pairs per validation source: its first ones; 0 takes all.", ge=0, when=TRANSLATING, le=2**40)
     beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1, when=TRANSLATING, le=1000)
     length_penalty: float = key(
-        0.6, "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.", ge=0, when=TRANSLATING, le=100
+        0.6,
+        "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.",
+        ge=0,
+        when={**TRANSLATING, "validation.translation.beam": Except(1)},
+        le=100,
     )
     max_ratio: float = key(
         2.0, "Longest translation, as a multiple of the source's tokens, plus `max_extra`.", ge=0, when=TRANSLATING, le=1000

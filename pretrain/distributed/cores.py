@@ -17,7 +17,7 @@ _before: set[int] | None = None
 """The cores that this process had before it was kept on some of them."""
 
 
-def usable_cores() -> int:
+def cores_of_host() -> int:
     """The cores that the processes of this host may compute on."""
     return len(_allowed()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

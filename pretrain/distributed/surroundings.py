@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pretrain.distributed.agreement import machine_name, versions
-from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.launcher import ranks_of_host
 from pretrain.distributed.ranks import Ranks
 
@@ -110,8 +110,8 @@ def _oddities(device: torch.device, ranks_here: int) -> list[str]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         found.append(f"a process may open {soft} files only; raise it with ulimit -n {LEAST_FILES}")
-    if usable_cores() < ranks_here:
-        found.append(f"{ranks_here} ranks share {usable_cores()} cores")
+    if cores_of_host() < ranks_here:
+        found.append(f"{ranks_here} ranks share {cores_of_host()} cores")
     if device.type == "cuda":
         shared = Path("/dev/shm")
         if shared.is_dir() and (size := shutil.disk_usage(shared).total / 1e9) < LEAST_SHARED_GB:

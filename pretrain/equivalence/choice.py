@@ -9,7 +9,7 @@ from pathlib import Path
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.data.training_data import open_data
-from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.ranks import choose_device
 from pretrain.equivalence.cases import Case, every_case, reason_against, wanted_cases, with_references
 from pretrain.equivalence.shrink import shrunk
@@ -75,4 +75,4 @@ def _processes(config: Config) -> int:
 
     if choose_device(config, 0).type == "cuda":
         return max(2, torch.cuda.device_count())
-    return max(2, min(4, usable_cores()))
+    return max(2, min(4, cores_of_host()))

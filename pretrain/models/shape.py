@@ -141,14 +141,17 @@ def _check_rotation(model: Model) -> None:
         return
     width = rotated_width(model)
     if width % 2 or not width:
-        if model.rope.fraction == 1 and not model.latent.kv_rank:
+        if model.head_dim < 2 or (model.rope.fraction == 1 and not model.latent.kv_rank):
             raise ConfigError(
                 f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs; "
                 f"nearest: {nearest_multiples(model.head_dim, 2)}"
             )
+        even = max(2, width // 2 * 2)
+        exact, above = round(even / model.head_dim, 4), round((even + 0.5) / model.head_dim, 4)
+        fraction = exact if int(model.head_dim * exact) == even else above  # a product just below `even` is rounded down
         raise ConfigError(
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
-            "so it must be even and not 0"
+            f"so it must be even and not 0; model.rope.fraction={fraction:g} makes {even}"
         )
     if model.rope.scaling == "dynamic" and width < 4:
         raise ConfigError(f"model.rope.scaling=dynamic needs at least 4 rotated components of a head, and there are {width}")

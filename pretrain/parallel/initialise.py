@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.launcher import launched_ranks, ranks_of_host
 from pretrain.distributed.shards import local, place_of
 
@@ -52,7 +52,7 @@ def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: in
 @functools.cache
 def _threads() -> int:
     """This process's share of the cores, which are idle while weights are drawn."""
-    return max(1, usable_cores() // ranks_of_host(launched_ranks()[2]))
+    return max(1, cores_of_host() // ranks_of_host(launched_ranks()[2]))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.launcher import ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.models import build_network
@@ -103,7 +103,7 @@ def describe_threads(ranks: Ranks, affinity: str) -> list[str]:
     """The threads of a process on a CPU, and whether there are fewer or more than cores."""
     if ranks.device.type != "cpu":
         return []
-    threads, cores, here = torch.get_num_threads(), usable_cores(), ranks_of_host(ranks.world_size)
+    threads, cores, here = torch.get_num_threads(), cores_of_host(), ranks_of_host(ranks.world_size)
     best = max(1, cores // here)
     advice = f", {cores - threads * here} idle; run.threads={best} uses more" if threads < best else ""
     if threads * here > max(cores, here):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model, Norm
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of
+from pretrain.models.positions import rotated_width
 from pretrain.models.shape import flat, layer_specs, with_values
 
 
@@ -163,3 +167,13 @@ def test_a_switch_that_is_set_to_no_effect_is_refused(switches, message):
     with pytest.raises(ConfigError) as error:
         check(given, complete(given))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("head_dim, fraction", [(10, 0.01), (10, 0.35), (100, 0.59), (6, 0.99)])
+def test_a_rotated_width_that_is_odd_names_a_fraction_that_fits(head_dim, fraction):
+    model = Model(family="custom", **SIZES, head_dim=head_dim, rope=Rope(fraction=fraction))
+    with pytest.raises(ConfigError, match=r"model\.rope\.fraction=[\d.]+ makes \d+") as caught:
+        complete(model)
+    proposed = re.search(r"model\.rope\.fraction=([\d.]+) makes (\d+)", str(caught.value))
+    fitting = complete(dataclasses.replace(model, rope=Rope(fraction=float(proposed[1]))))
+    assert rotated_width(fitting) == int(proposed[2]) and int(proposed[2]) % 2 == 0

@@ -15,7 +15,7 @@ import torch
 from running import run_main
 
 from pretrain.distributed import cores
-from pretrain.distributed.cores import cores_near, share_of_cores, usable_cores
+from pretrain.distributed.cores import cores_near, cores_of_host, share_of_cores
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError
 from pretrain.train import description, session
@@ -108,9 +108,9 @@ def test_the_threads_of_a_process_are_said_and_set(pool, config_file):
         1, threads_of, str(config_file), "run.threads=3", "run.steps=1", "schedule.warmup_steps=0"
     )
     assert threads == 3 and "threads  3 in 1 process on" in printed
-    assert ("more than there are cores; run.threads=" in printed) == (usable_cores() < 3)
+    assert ("more than there are cores; run.threads=" in printed) == (cores_of_host() < 3)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    with patch.object(description, "usable_cores", lambda: 2), patch.object(torch, "get_num_threads", lambda: 1):
+    with patch.object(description, "cores_of_host", lambda: 2), patch.object(torch, "get_num_threads", lambda: 1):
         assert description.describe_threads(alone, "none") == ["threads  1 in 1 process on 2 cores, 1 idle; run.threads=2 uses more"]
     assert torch.get_num_threads() != 3
 
@@ -164,7 +164,7 @@ def cores_of_a_run(config_file: str, *overrides: str) -> tuple[list[set[int]], i
     seen, taken = [], Trainer.step
 
     def step(self, batch, *of_all):
-        seen[:] = [os.sched_getaffinity(0), usable_cores()]
+        seen[:] = [os.sched_getaffinity(0), cores_of_host()]
         return taken(self, batch, *of_all)
 
     with patch.object(Trainer, "step", step):
@@ -173,7 +173,7 @@ def cores_of_a_run(config_file: str, *overrides: str) -> tuple[list[set[int]], i
     return [seen[0], os.sched_getaffinity(0)], seen[1], printed
 
 
-@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+@pytest.mark.skipif(cores_of_host() < 2, reason="needs two cores")
 def test_each_process_of_a_run_is_kept_on_cores_of_its_own(pool, config_file):
     options = ("run.steps=1", "schedule.warmup_steps=0", "parallel.strategy=ddp", "run.affinity=cores")
     (first, second) = pool.launch(2, cores_of_a_run, str(config_file), *options)
@@ -197,7 +197,7 @@ def cores_of_the_plan(config_file: str, *overrides: str) -> set[int]:
     return seen
 
 
-@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+@pytest.mark.skipif(cores_of_host() < 2, reason="needs two cores")
 def test_text_is_prepared_on_all_cores_while_the_other_processes_wait(pool, config_file):
     options = ("run.steps=1", "schedule.warmup_steps=0", "parallel.strategy=ddp", "run.affinity=cores")
     assert pool.launch(2, cores_of_the_plan, str(config_file), *options) == [os.sched_getaffinity(0)] * 2

@@ -35,7 +35,7 @@ from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 
 from pretrain.data.shards.reader import PreparedData
-from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.cores import cores_of_host
 from pretrain.errors import DataError
 
 SETTINGS = {"cpu": "quality_settings.yaml", "cuda": "quality_settings_gpu.yaml"}
@@ -246,7 +246,7 @@ class _OthersShare:
         self._started, self._busy = time.time(), self._seconds()
 
     def now(self) -> float:
-        return (self._seconds() - self._busy) / (time.time() - self._started) / usable_cores()
+        return (self._seconds() - self._busy) / (time.time() - self._started) / cores_of_host()
 
     @staticmethod
     def _seconds() -> float:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
+from pretrain.errors import TrainingError, UserError
 from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
@@ -63,13 +65,49 @@ class Reporting:
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
             if continuation.origin.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
-                self.writer.drain()  # it is read below
+                self.drain()  # it is read below
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
         tokenizer, came_through = self.plan.data.tokenizer_path, continuation.came_through
         self.run = RunHandle(config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
         stack.push(lambda kind, error, trace: self.writer.close(failed=kind is not None))
+
+    def close_callbacks(self) -> None:
+        """After the last step: let the callbacks write what they keep, on all ranks together. Raises TrainingError if one of them failed."""
+        if not self.extensions.callbacks:
+            return
+        self.drain()
+        self.callbacks.close()
+        self.ranks.agree("end of the callbacks", self.problem and str(self.problem), TrainingError)
+
+    def drain(self) -> None:
+        """Wait until the log lines so far are written."""
+        self.writer.drain()
+
+    @property
+    def problem(self) -> UserError | None:
+        """What a callback of this rank failed with."""
+        return self.callbacks.problem
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a callback of this rank ends the run."""
+        return self.run.stop_reason
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether a callback of this rank has asked for a save since the last one began."""
+        return self.run.wants_save
+
+    def begin_save(self) -> None:
+        """Take the callbacks' wish for a save as granted."""
+        self.run.wants_save = False
+
+    def tell_of_save(self, step: int, checkpoint: Path) -> None:
+        """Tell the callbacks of a checkpoint that is complete. Main rank only."""
+        with self.ranks.part("callbacks after a save", storage=True):
+            self.callbacks.on_save(step, checkpoint)
 
     def _with_names(self) -> Config:
         """The configuration in which validation sources have the names that records give them."""

@@ -225,11 +225,7 @@ class Trainer:
             if outcome == "finished":
                 found = export.finish(lambda: stop.reason is not None) if export else None
                 self.ranks.agree("end of the export check", found, CheckpointError)
-            if self.extensions.callbacks:
-                self.reporting.writer.drain()
-                self.reporting.callbacks.close()
-                problem = self.reporting.callbacks.problem
-                self.ranks.agree("end of the callbacks", problem and str(problem), TrainingError)
+            self.reporting.close_callbacks()
             self.continuation.finish_uploads()
         return outcome
 
@@ -256,7 +252,7 @@ class Trainer:
             if agreed.stop:
                 return "preempted"
             if agreed.end:
-                reasons = self.ranks.gather("end by a callback", self.reporting.run.stop_reason)
+                reasons = self.ranks.gather("end by a callback", self.reporting.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
             evaluated = self._advance(batch, verdict, waited, poll)
@@ -330,7 +326,7 @@ class Trainer:
 
     def _save(self, waits: bool = True) -> None:
         """Save this step, unless it is saved already. With `checkpoint.asynchronous`, it may be written beside the next steps, unless it `waits`."""
-        self.reporting.run.wants_save = False
+        self.reporting.begin_save()
         self._finish_save()
         self.continuation.begin_save(self.progress)
         if waits or not self.config.checkpoint.asynchronous:
@@ -339,10 +335,9 @@ class Trainer:
     def _finish_save(self) -> None:
         """Wait for the save that was begun, if there is one, and tell the callbacks."""
         # A resume makes up only for the log line of the checkpoint's own step. So earlier lines must be written before the checkpoint is visible.
-        step = self.continuation.finish_save(before=self.reporting.writer.drain)
+        step = self.continuation.finish_save(before=self.reporting.drain)
         if step is not None and self.ranks.is_main:
-            with self.ranks.part("callbacks after a save", storage=True):
-                self.reporting.callbacks.on_save(step, self.continuation.last)
+            self.reporting.tell_of_save(step, self.continuation.last)
 
     def _save_before_end(self, problem: UserError, poll: StopPoll) -> None:
         """Save the steps since the last save, which are good, before all ranks end the run for a `problem` between two steps."""
@@ -368,16 +363,15 @@ class Trainer:
             log.error("%s", another)
 
     def _wishes(self, stop: StopRequest) -> Wishes:
-        run = self.reporting.run
-        is_due = self.continuation.is_due() or run.wants_save
-        return Wishes(stop.reason is not None, run.stop_reason is not None, is_due, self.continuation.is_writing)
+        is_due, ends = self.continuation.is_due() or self.reporting.wants_save, self.reporting.stop_reason is not None
+        return Wishes(stop.reason is not None, ends, is_due, self.continuation.is_writing)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, and what keeps this rank from going on."""
         batch, problem = read_batch(batches, self.progress.step + 1, self.ranks)
         if problem is None and export is not None and (found := export.problem()):
             problem = ExportError(found)
-        return batch, problem or self.reporting.callbacks.problem
+        return batch, problem or self.reporting.problem
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from running import run_directory, run_main, some_slow, state_of, train
 
-from pretrain.checkpoint import files
+from pretrain.checkpoint import files, retention
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.save import AgreedPlan, Saving
@@ -318,7 +318,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoint_before(p
 
 def parts_of_removals(config_file: str, *overrides: str) -> tuple[int, list[list[tuple[str, bool]]]]:
     """Exit code of a run, and the part that its main thread is in while old checkpoints are chosen, and at the end of each removal."""
-    parts, seen, choose, part, remove = [], [], files.outdated, Ranks.part, files.remove
+    parts, seen, choose, part, remove = [], [], retention.outdated, Ranks.part, files.remove
 
     @contextmanager
     def named(self, name, storage=False, **kinds):
@@ -333,7 +333,8 @@ def parts_of_removals(config_file: str, *overrides: str) -> tuple[int, list[list
             seen.append(parts[-1:])
         return remove(path)
 
-    with patch.object(Ranks, "part", named), patch.multiple(files, outdated=lambda *a: seen.append(parts[-1:]) or choose(*a), remove=slowly_removed):
+    chosen = patch.object(retention, "outdated", lambda *a: seen.append(parts[-1:]) or choose(*a))
+    with patch.object(Ranks, "part", named), chosen, patch.object(files, "remove", slowly_removed):
         return run_main(config_file, *overrides)[0], seen
 
 

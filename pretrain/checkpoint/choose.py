@@ -1,32 +1,24 @@
 """Which checkpoint a run continues from: exactly one, verified, of the time line that the run is on.
 
-A file that *cannot be read* (EIO, ESTALE, one that a node does not see yet) says nothing of the checkpoint. It is tried again for a while, and
-then the run stops. A file whose *content differs* from its hash is damaged. The run then falls back to the checkpoint before.
+A file that cannot be read stops the run in the end. From a damaged checkpoint the run falls back to the one before (`verified.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.verified import first_damage, on_main_patiently
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.storage import exists, real
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses before a file that cannot be read is tried again."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +49,7 @@ def choose_checkpoint(
     saved_last: Callable[[], str | None],
     named_before: Callable[[Path], bool],
     content: bool,
+    renew: Callable[[Path], bool] = lambda path: False,
 ) -> Choice | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
@@ -69,31 +62,40 @@ def choose_checkpoint(
 
     The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an
     error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have saved. A start that does not find it
-    is refused, unless a path names another of the run's own. Without `content`, only sizes are verified.
+    is refused, unless a path names another of the run's own. Without `content`, only sizes are verified. `renew`: put an intact copy in the place of a
+    damaged one of the run's own, from wherever there is one; whether that succeeded.
 
     Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
     """
     folder = run_directory / "checkpoints"
     # The main rank's view of the directory decides: another node may see it a moment later.
-    found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last, named_before))
-    return _choose_intact(found, folder, ranks, content) if found.paths else None
+    found = on_main_patiently(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last, named_before))
+    return _choose_intact(found, folder, ranks, content, renew) if found.paths else None
 
 
 def choose_weights(path: Path, ranks: Ranks, content: bool) -> Choice:
     """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
-    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.checkpoints_at(path, "run.init_from"))))
+    found = on_main_patiently(
+        ranks, "choice of weights", lambda: _Candidates(tuple(files.checkpoints_at(path, "run.init_from")))
+    )
     return _choose_intact(found, None, ranks, content)
 
 
-def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, content: bool) -> Choice:
+def _choose_intact(
+    found: _Candidates, folder: Path | None, ranks: Ranks, content: bool, renew: Callable[[Path], bool] = lambda path: False
+) -> Choice:
     """The newest intact one of one or more candidates. `folder`: of the run's own ones, which are set aside where they are damaged."""
-    candidates, damaged = list(found.paths), []
+    candidates, damaged, renewed = list(found.paths), [], set()
     key = "run.init_from" if folder is None else "run.resume"
 
     def instead() -> str:
         return f"; to go on from the checkpoint before instead, {key}={candidates[-2]}" if len(candidates) > 1 else ""
 
     while problem := first_damage(candidates[-1], ranks, content, instead()):
+        newest = candidates[-1]
+        if newest.parent == folder and newest not in renewed and renew(newest):
+            renewed.add(newest)
+            continue
         if len(candidates) == 1:
             other = (
                 "run.resume names it, so no other one was tried"
@@ -107,7 +109,7 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
         if bad.parent == folder:
             damaged.append(bad)
     path = candidates[-1]
-    state, manifest = _on_main(
+    state, manifest = on_main_patiently(
         ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)), instead()
     )
     if path.parent == folder and state["step"] != files.step_of(path):
@@ -116,34 +118,8 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
             f"{path} is the checkpoint of step {state['step']}, as its state.json says; rename it to {own_name}"
         )
     if not found.back:
-        _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
+        on_main_patiently(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)
-
-
-def _on_main(ranks: Ranks, name: str, look: Callable[[], T], instead: str = "") -> T:
-    return _patiently(lambda: ranks.on_main(name, look, UnreadableError), instead)
-
-
-def _patiently(look: Callable[[], T], instead: str) -> T:
-    """The result of `look`, which all ranks call together, tried again after growing pauses where it raises UnreadableError on all.
-
-    `instead`: for the message of the last one, what else can be done than wait for the storage.
-    """
-    said = None
-    for seconds in RETRY_SECONDS:
-        try:
-            return look()
-        except UnreadableError as error:
-            if str(error) != said:
-                said = str(error)
-                log.warning("%s; tried again for %g s", error, sum(RETRY_SECONDS))
-            time.sleep(seconds)
-    try:
-        return look()
-    except UnreadableError as error:
-        raise UnreadableError(
-            f"{error}; tried for {sum(RETRY_SECONDS):g} s, nothing was changed: when the storage can be read, the same command continues{instead}"
-        ) from error
 
 
 # ---- which --------------------------------------------------------------------------------------------------------------
@@ -331,63 +307,3 @@ def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
         return [(int(part["from"]), str(part["start"]), bool(part.get("back"))) for part in state["timeline"]]
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-
-
-# ---- whether it is intact -----------------------------------------------------------------------------------------------
-
-
-def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: str = "") -> str | None:
-    """The first thing wrong with the content of a checkpoint's files, the ranks sharing the hashing; None when it is intact.
-
-    A file that no rank finds is gone, which is damage. Raises UnreadableError, on all ranks, for one that stays unreadable where it is,
-    or that some ranks find and others do not; `instead` ends its message.
-    """
-    intact = False
-    manifest: str | None = None
-
-    def look() -> str | None:
-        nonlocal intact, manifest
-        # what is wrong; the file that cannot be read; missing?
-        found: tuple[str | None, str | None, bool] = (None, None, False)
-        try:
-            # The others wait for it, and see why. A file may take hours, and the ranks that have none are done at once.
-            with ranks.part("hashes of a checkpoint", storage=True), ranks.in_pieces("hashes of a checkpoint") as seen:
-                if not intact:
-                    files.verify(checkpoint, ranks.rank, ranks.world_size, seen, content)
-                    manifest = files.manifest_hash(checkpoint)
-            intact = True
-        except UnreadableError as error:
-            found = str(error), error.path, error.missing
-        except CheckpointError as error:
-            found = str(error), None, False
-        everyone = ranks.gather("hashes of a checkpoint", found)
-        if differing := [text for text, path, _ in everyone if text and not path]:
-            return differing[0]
-        paths = [path for _, path, missing in everyone if missing]
-        seen = ranks.gather("sight of a checkpoint's files", [os.path.exists(path) for path in paths]) if paths else []
-        for number, path in enumerate(paths):
-            if not any(rank[number] for rank in seen):
-                return f"{path}: missing"
-        for rank, (text, _, missing) in enumerate(everyone):
-            if text:
-                where = "" if ranks.world_size == 1 else f"rank {rank}: "
-                raise UnreadableError(f"{where}{text}" + (" here, and other ranks find it" if missing else ""))
-        _check_same(checkpoint, ranks, manifest)
-        return None
-
-    return _patiently(look, instead)
-
-
-def _check_same(checkpoint: Path, ranks: Ranks, manifest: str | None) -> None:
-    """Raise CheckpointError, on all ranks, where a path means another checkpoint on another rank: a copy that each node has, say.
-
-    `manifest`: hash of this rank's, which holds the hashes of all files.
-    """
-    everyone = ranks.gather("manifests of a checkpoint", (manifest, socket.gethostname(), str(checkpoint.absolute())))
-    first, main_host, main_path = everyone[0]
-    for rank, (other, host, path) in enumerate(everyone):
-        if other != first:
-            raise CheckpointError(
-                f"{checkpoint} is another checkpoint on rank {rank} ({host}: {path}) than on rank 0 ({main_host}: {main_path}); put it on "
-                "storage that all nodes share, or an equal copy on each, and give its absolute path"
-            )

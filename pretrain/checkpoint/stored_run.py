@@ -23,10 +23,10 @@ from typing import Any
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.retention import outdated
-from pretrain.config.schema import Checkpoint
+from pretrain.config.schema import Checkpoint, Config
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError, DataError, without_secrets
-from pretrain.storage import flush, make_directory, real, replace_text
+from pretrain.storage import exists, flush, make_directory, real, replace_text
 from pretrain.transfer import Remote, WrongContentError, is_url
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ def check_store(url: str) -> None:
         raise ConfigError(
             f"{KEY}={without_secrets(url)}: checkpoints cannot be written there; give s3://, gs:// or file://", KEY
         )
+
+
+def stored_run(config: Config) -> StoredRun | None:
+    """The copy of a run in the object store that its configuration names; None if it names none."""
+    return StoredRun(config.checkpoint.upload, config.run.name) if config.checkpoint.upload else None
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,23 @@ class StoredRun:
         if lacking.newer:
             ranks.on_main("records of an uploaded run", lambda: self._fetch_records(directory), CheckpointError, storage=True)
 
+    def renew(self, checkpoint: Path, ranks: Ranks) -> bool:
+        """Put the copy in the place of a damaged checkpoint of the run directory, which is set aside. Whether there is an intact copy."""
+        has = ranks.on_main(
+            "look for an intact copy",
+            lambda: self.read(f"checkpoints/{checkpoint.name}/{files.MANIFEST}") is not None,
+            CheckpointError,
+            storage=True,
+        )
+        if not has:
+            return False
+        if ranks.is_main:
+            log.warning("%s is damaged; looking for an intact copy of it in %s", checkpoint, self.shown)
+        problem = self._fetch(checkpoint.name, checkpoint.parent, ranks)
+        if problem is not None and ranks.is_main:
+            log.warning("damaged checkpoint: %s", problem)
+        return problem is None
+
     def _fetch(self, name: str, folder: Path, ranks: Ranks) -> str | None:
         """Download one checkpoint; what is wrong with it, or None."""
         started, writing = time.monotonic(), files.writing_directory_of(folder / name)
@@ -278,6 +300,8 @@ class StoredRun:
             (writing / files.MANIFEST).write_bytes(content)
             flush(writing / files.MANIFEST)
             flush(writing)
+            if exists(folder / name):
+                log.warning("set aside %s as %s", folder / name, files.set_aside(folder / name, "damaged").name)
             files.put_in_place(writing, folder / name)
             log.info("downloaded %s (%.1f s)", folder / name, time.monotonic() - started)
 

@@ -25,7 +25,7 @@ from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.retention import retire
 from pretrain.checkpoint.save import AgreedPlan, Saving
-from pretrain.checkpoint.stored_run import StoredRun
+from pretrain.checkpoint.stored_run import stored_run
 from pretrain.checkpoint.uploads import Uploads
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
@@ -87,10 +87,8 @@ class Continuation:
         self._parent = _identify(source.path, source.state["step"], source.manifest) if source else None
         self._timeline = [*(origin.resumed.state.get("timeline", []) if origin.resumed else []), self._start()]
         self._uploads: Uploads | None = None
-        config = plan.config
-        if config.checkpoint.upload and ranks.is_main:
-            stored = StoredRun(config.checkpoint.upload, config.run.name)
-            self._uploads = Uploads(stored, directory.path, config.checkpoint, self._timeline[-1]["start"])
+        if (stored := stored_run(plan.config)) is not None and ranks.is_main:
+            self._uploads = Uploads(stored, directory.path, plan.config.checkpoint, self._timeline[-1]["start"])
 
     def _start(self) -> dict[str, Any]:
         """This start's entry in the time line. A checkpoint that has it descends from this start."""

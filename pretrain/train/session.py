@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.stored_run import StoredRun
+from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
@@ -89,7 +89,7 @@ def _check_the_rest(config: Config, world_size: int, device: torch.device, probl
 def _check_directory(plan: Plan) -> tuple[StartingPoint, list[str]]:
     """The point that a start would continue from, and what it would do. Raises the error that would refuse the start."""
     run = plan.config.run
-    directory, stored = RunDirectory(directory_of(run), run.lock), _stored(plan)
+    directory, stored = RunDirectory(directory_of(run), run.lock), stored_run(plan.config)
     directory.check()
     if stored is not None and (lacking := stored.lacking(directory.checkpoints, run.resume)).names:
         return StartingPoint(), [
@@ -98,11 +98,6 @@ def _check_directory(plan: Plan) -> tuple[StartingPoint, list[str]]:
         ]
     origin = find_starting_point(plan, directory, Ranks(0, 0, 1, torch.device("cpu")), content=False)
     return origin, _intentions(plan, origin)
-
-
-def _stored(plan: Plan) -> StoredRun | None:
-    config = plan.config
-    return StoredRun(config.checkpoint.upload, config.run.name) if config.checkpoint.upload else None
 
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
@@ -260,7 +255,7 @@ def _take_over(plan: Plan, directory: RunDirectory, ranks: Ranks) -> None:
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)
-    if (stored := _stored(plan)) is not None:
+    if (stored := stored_run(plan.config)) is not None:
         stored.fetch(directory.path, plan.config.run.resume, ranks)
 
 

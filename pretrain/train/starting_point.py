@@ -16,7 +16,7 @@ import torch
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.files import checkpoints_at, complete_checkpoints, model_of
 from pretrain.checkpoint.payload import Payload
-from pretrain.checkpoint.stored_run import StoredRun
+from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.read import parse, read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import of_today
@@ -86,7 +86,7 @@ def _format_begun_in(config: Config) -> str | None:
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
     uploaded = None
     if path is None and config.checkpoint.upload:
-        uploaded = StoredRun(config.checkpoint.upload, config.run.name).read("config.yaml")
+        uploaded = stored_run(config).read("config.yaml")
     if uploaded is not None:
         saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
     else:
@@ -98,13 +98,23 @@ def _format_begun_in(config: Config) -> str | None:
 
 
 def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:
-    """The starting point that `run.resume` and `run.init_from` give. All ranks call it together, and nothing is changed.
+    """The starting point that `run.resume` and `run.init_from` give. All ranks call it together. Nothing is changed, but for a damaged checkpoint of
+    which the run has an uploaded copy.
 
-    Without `content`, only the sizes of a checkpoint's files are verified. Raises CheckpointError or ConfigError if the run cannot
-    be continued.
+    Without `content`, only the sizes of a checkpoint's files are verified, and all of it stays as it is. Raises CheckpointError or ConfigError if
+    the run cannot be continued.
     """
-    run = plan.config.run
-    resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, directory.was_resumed_from, content)
+    run, saved_last, named_before = plan.config.run, directory.saved_last, directory.was_resumed_from
+    stored = stored_run(plan.config) if content else None
+    resumed = choose_checkpoint(
+        directory.path,
+        run.resume,
+        ranks,
+        saved_last,
+        named_before,
+        content,
+        lambda path: stored is not None and stored.renew(path, ranks),
+    )
     weights = None
     if resumed is None and run.init_from is not None:
         weights = choose_weights(Path(run.init_from), ranks, content)

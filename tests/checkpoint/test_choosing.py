@@ -14,7 +14,7 @@ import pytest
 import torch
 from running import losses, run_main, tool, train
 
-from pretrain.checkpoint import choose, files
+from pretrain.checkpoint import choose, files, verified
 from pretrain.checkpoint.retention import outdated
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
@@ -27,7 +27,7 @@ DDP = "parallel.strategy=ddp"
 
 def without_pauses(config_file: str, *overrides: str) -> tuple[int, str]:
     """A run that does not wait between its tries."""
-    with patch.object(choose, "RETRY_SECONDS", (0.0, 0.0, 0.0)):
+    with patch.object(verified, "RETRY_SECONDS", (0.0, 0.0, 0.0)):
         return run_main(config_file, *overrides)
 
 
@@ -181,7 +181,7 @@ def test_a_rank_that_hashes_says_so_to_those_that_wait(run, monkeypatch):
 
     monkeypatch.setattr(files, "describe_file", lambda *arguments: seen.update(parts) or describe(*arguments))
     ranks = Ranks(0, 0, 1, torch.device("cpu"), monitor=Parts())
-    assert choose.first_damage(run / "checkpoints" / "step-00000006", ranks) is None
+    assert verified.first_damage(run / "checkpoints" / "step-00000006", ranks) is None
     assert seen == {("hashes of a checkpoint", True)}
 
 

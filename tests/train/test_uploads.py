@@ -113,6 +113,18 @@ def test_where_every_copy_is_damaged_nothing_starts_afresh(config_file, store, u
     assert not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_checkpoint_of_the_run_is_renewed_from_its_copy(pool, config_file, store, uploading, world_size):
+    layout = () if world_size == 1 else ("parallel.strategy=fsdp",)
+    run = train(pool, world_size, config_file, *uploading, *layout, "checkpoint.keep_last=1", "run.steps=4")
+    payload = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
+    payload.write_bytes(payload.read_bytes()[:-1] + b"?")
+    code, printed = pool.launch(world_size, run_main, str(config_file), *uploading, *layout, "run.steps=6")[0]
+    assert code == 0 and f"resumed from {run}/checkpoints/step-00000004" in printed, printed
+    assert "set aside" in printed and (run / "checkpoints" / "damaged-step-00000004").is_dir()
+    assert same_files(store / "run" / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000004")
+
+
 def test_going_back_sets_later_copies_aside(config_file, store, uploading):
     run = trained(config_file, *uploading, "checkpoint.keep_last=0", "run.steps=6")
     first = (store / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_bytes()

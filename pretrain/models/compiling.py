@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,10 @@ _STARTED = time.time()
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
+
+
+_LEAST_ROOM = 1 << 20
+"""Bytes that the compiler's files need at least."""
 
 
 def new_name(result: Tensor) -> Tensor:
@@ -64,8 +70,13 @@ def never_compiled(function: Callable) -> Callable:
     return function
 
 
-def compile_strictly(function: Callable, remedy: str = "set parallel.compile=none", **options: Any) -> Callable:
-    """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
+def compile_strictly(
+    function: Callable, remedy: str = "set parallel.compile=none", cuts_for_ddp: bool = False, **options: Any
+) -> Callable:
+    """`torch.compile(function, **options)`. `cuts_for_ddp`: let torch cut the function at DDP's buckets, so that gradients travel before all of them are
+    computed. A block's gradients travel when it is done in any case.
+
+    Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
     `MOST_VERSIONS` versions. With more, torch would run it uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
 
     Where a signal has ended the C++ compiler, the function is called once more, from its beginning. So it is where torch's cache has a library that
@@ -88,6 +99,8 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             torch._functorch.config.force_non_lazy_backward_lowering = True
             if not torch.cuda.is_available():  # beside a GPU, little is compiled for the CPU
                 look_at_the_cpu(remedy)
+        if config.optimize_ddp != cuts_for_ddp:
+            config.optimize_ddp = cuts_for_ddp
         try:
             return _called(compiled, args, named)
         except FailOnRecompileLimitHit as error:
@@ -95,6 +108,10 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
             ) from error
         except TorchDynamoException as error:
+            if (folder := _full_folder(error)) is not None:
+                raise TrainingError(
+                    f"torch's compiler finds no room for its files in {folder}; make room there, or set TORCHINDUCTOR_CACHE_DIR to another folder"
+                ) from error
             raise TrainingError(
                 f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {_remedy_of_folders()}{remedy}"
             ) from error
@@ -157,6 +174,17 @@ def _remedy_of_folders() -> str:
     folders = {"TMPDIR": tempfile.gettempdir(), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
     named = [f"{variable} (now {folder})" for variable, folder in folders.items() if re.search(r"[\s'\"\\]", folder)]
     return f"set {' and '.join(named)} to a folder without spaces and quotation marks in its name, or " if named else ""
+
+
+def _full_folder(error: BaseException) -> str | None:
+    """The folder of the compiler's files, if a full disk is why it failed. A linker may end without a word of that."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    with contextlib.suppress(OSError):
+        if os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < _LEAST_ROOM:
+            return folder
+    return None
 
 
 def _reason_of(error: BaseException) -> str:

@@ -119,14 +119,17 @@ def compile_loss(network: nn.Module) -> None:
 def compile_model(network: nn.Module, backend: str | Callable = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
     torch._functorch.config.activation_memory_budget = budget
-    network.forward = _compile(network.forward, [module for unit in network.units() for module in unit.modules], backend)
+    modules = [module for unit in network.units() for module in unit.modules]
+    network.forward = _compile(network.forward, modules, backend, cuts_for_ddp=True)
 
 
-def _compile(forward: Callable, modules: list[nn.Module], backend: str | Callable) -> Callable:
-    """The compiled `forward`, which computes what `modules` compute. Those of them that are recomputed may not be left out of it."""
+def _compile(forward: Callable, modules: list[nn.Module], backend: str | Callable, cuts_for_ddp: bool = False) -> Callable:
+    """The compiled `forward`, which computes what `modules` compute. Those of them that are recomputed may not be left out of it. `cuts_for_ddp`: see
+    `compile_strictly`.
+    """
     from torch._dynamo.utils import counters
 
-    compiled, before = compile_strictly(forward, backend=backend), {}
+    compiled, before = compile_strictly(forward, cuts_for_ddp=cuts_for_ddp, backend=backend), {}
     for module in modules:
         if hasattr(module.forward, "breaks_before"):
             module.forward.breaks_before = before

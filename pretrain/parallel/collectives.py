@@ -32,6 +32,9 @@ def _extended(extension: type, kind: type) -> type:
 
 def gather(x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, R, X] of each rank, one after the other: [B, ranks x R, X]. In backward each rank gets the sum of its part's gradients."""
+    if x_BRX.dtype == torch.bool:
+        # Gathered Booleans that a compiled backward needs are kept as integers and read as Booleans there (Inductor of torch 2.13, on CPUs).
+        return _Gather.apply(x_BRX.to(torch.uint8), group).bool()
     return _Gather.apply(x_BRX, group)
 
 

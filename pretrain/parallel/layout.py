@@ -160,6 +160,11 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
                 f"parallel.compile=model does not work with {_chosen(config, strategy)}, which gathers weights between blocks; use "
                 "parallel.compile=blocks"
             )
+    if strategy == "ddp" and config.parallel.compile == "model" and config.parallel.ddp.bucket_mb < 1:
+        raise ConfigError(
+            f"parallel.ddp.bucket_mb={config.parallel.ddp.bucket_mb:g} with parallel.compile=model: torch's compiler cuts the model at buckets of at "
+            "least 1 MiB; raise it, or use parallel.compile=blocks"
+        )
     micro_steps = micro_steps_of(config, replicate * shard)
     parallel, bubble_share = config.parallel, 0.0
     if parallel.pipeline > 1 and micro_steps:

@@ -1,5 +1,6 @@
 """What is compiled stays compiled: torch alone would run a function as it is from its ninth version on."""
 
+import errno
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +96,22 @@ def test_a_folder_in_which_torch_cannot_compile_is_named(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/a b")
     with pytest.raises(TrainingError, match=r"; set TORCHINDUCTOR_CACHE_DIR \(now /home/a b\) to a folder without spaces and quotation marks in its name, or do without$"):
         compile_strictly(lambda x: x * x, "do without", backend=broken)(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "problem, free", [(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 10**9), (RuntimeError("C++ compile error: ld returned 1 exit status"), 2**15)]
+)
+def test_a_full_disk_is_named_as_the_reason(monkeypatch, tmp_path, problem, free):
+    """The message said that the linker returned 1, and to compile nothing."""
+
+    def broken(graph: torch.fx.GraphModule, inputs: list) -> None:
+        raise problem
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    said = f"finds no room for its files in {tmp_path}; make room there, or set TORCHINDUCTOR_CACHE_DIR to another folder$"
+    with pytest.raises(TrainingError, match=said):
+        compile_strictly(lambda x: x * x, backend=broken)(torch.ones(3))
 
 
 @pytest.mark.parametrize("variables, missing", [({"PATH": "/nowhere"}, "g++"), ({"CXX": "/nowhere/clang++"}, "/nowhere/clang++")])

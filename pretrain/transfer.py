@@ -20,39 +20,25 @@ import os
 import queue
 import random
 import re
+import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretrain.errors import ConfigError, DataError, install_command, without_secrets
+from pretrain.errors import ConfigError, DataError, without_secrets
+from pretrain.storage import flush
+from pretrain.store_errors import PassingError, WrongContentError, judged, protocol_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
+_PART, _MOST_PARTS = 16 << 20, 9000  # of a file that is written; S3 takes 10,000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
-_DEFECTS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
-_OFFLINE = {"OfflineModeIsEnabled"}
-_NO_CREDENTIALS = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "DefaultCredentialsError",
-    "ProfileNotFound",
-    "LocalTokenNotFoundError",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +58,6 @@ class Patience:
 
 class Cancelled(Exception):
     """A download that nobody waits for any more."""
-
-
-class PassingError(DataError):
-    """A failure of a server or a network that may pass, so another attempt is made."""
-
-
-class WrongContentError(DataError):
-    """The bytes that arrived, again and again, are not those of the manifest. `found`: what arrived, for another message."""
-
-    found = ""
 
 
 class _WrongContent(Exception):
@@ -147,19 +123,25 @@ class Remote:
         """The content of a small file. Raises FileNotFoundError if it is missing, else DataError."""
         return self.persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
 
-    def upload(self, path: Path, url: str) -> None:
-        """Write a local file to the URL. Raises DataError, and FileNotFoundError if the local file is gone."""
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: is gone")
-        self._ask(url, lambda system, place: system.put_file(str(path), place), "written")
-        if (size := self.size(url)) != path.stat().st_size:
+    def upload(self, path: Path, url: str, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Write a local file to the URL, in place of what is there. Raises DataError, and FileNotFoundError if the local file is gone."""
+        expected = path.stat().st_size
+        if protocol_of(url) == "file":
+            self._ask(url, lambda system, place: _replace(place, path), "written", cancelled)
+        else:
+            options = _put_options(protocol_of(url), expected)
+            self._ask(url, lambda system, place: system.put_file(str(path), place, **options), "written", cancelled)
+        if (size := self.size(url)) != expected:
             raise DataError(
-                f"{without_secrets(url)}: has {size} bytes where {path} has {path.stat().st_size}; is something else written there?"
+                f"{without_secrets(url)}: has {size} bytes where {path} has {expected}; is something else written there?"
             )
 
     def write(self, content: bytes, url: str) -> None:
-        """Write a small file. Raises DataError."""
-        self._ask(url, lambda system, place: system.pipe_file(place, content), "written")
+        """Write a small file, in place of what is there: whole, or not at all. Raises DataError."""
+        if protocol_of(url) == "file":
+            self._ask(url, lambda system, place: _replace(place, content), "written")
+        else:
+            self._ask(url, lambda system, place: system.pipe_file(place, content), "written")
 
     def size(self, url: str) -> int | None:
         """Bytes of the file at the URL, or None if it is missing. Raises DataError."""
@@ -168,28 +150,22 @@ class Remote:
         except FileNotFoundError:
             return None
 
-    def names(self, url: str) -> list[str]:
-        """Names in the directory, sorted; empty if it is missing. Raises DataError."""
+    def remove_folder(self, url: str) -> None:
+        """Remove all files below the URL, which may be missing. No character in it is a pattern. Raises DataError."""
 
-        def listing(system: Any, place: str) -> list[str]:
+        def remove(system: Any, place: str) -> None:
             system.invalidate_cache()
-            return sorted(found.rstrip("/").rsplit("/", 1)[-1] for found in system.ls(place, detail=False))
+            for path in system.find(place):
+                system.rm_file(path)
+            if protocol_of(url) == "file":
+                shutil.rmtree(place, ignore_errors=True)
 
-        try:
-            return self._ask(url, listing)
-        except FileNotFoundError:
-            return []
-
-    def copy(self, url: str, other: str) -> None:
-        """Copy a file within its store. Raises FileNotFoundError if it is missing, else DataError."""
-        self._ask(url, lambda system, place: system.cp_file(place, system._strip_protocol(other)), "copied")
-
-    def remove(self, url: str) -> None:
-        """Remove a file, or a directory with all that is in it, unless it is missing. Raises DataError."""
         with contextlib.suppress(FileNotFoundError):
-            self._ask(url, lambda system, place: system.rm(place, recursive=True), "removed")
+            self._ask(url, remove, "removed")
 
-    def _ask(self, url: str, question: Callable[[Any, str], T], done: str = "read") -> T:
+    def _ask(
+        self, url: str, question: Callable[[Any, str], T], done: str = "read", cancelled: Callable[[], bool] = lambda: False
+    ) -> T:
         """What `question` returns for the file system and the path in it. `done`: what is done to the file, for a message."""
 
         def attempt() -> T:
@@ -198,7 +174,7 @@ class Remote:
             except Exception as error:
                 raise judged(url, error, done) from error
 
-        return self.persist(url, attempt)
+        return self.persist(url, attempt, cancelled)
 
     def persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool] = lambda: False) -> Any:
         """The result of `attempt`, which is repeated by the rules above if it raises PassingError. `url`: for messages."""
@@ -271,7 +247,7 @@ class Remote:
     def open(self, url: str, at_random: bool = False) -> Any:
         """The file as fsspec opens it, to be read from start to end, or `at_random`. `judged` handles its errors."""
         system, path = self.system(url)
-        opening = {} if at_random or "::" in url else _options(_protocol(url), self.patience.stall)[1]
+        opening = {} if at_random or "::" in url else _options(protocol_of(url), self.patience.stall)[1]
         return system.open(path, "rb", **opening)
 
     def system(self, url: str) -> tuple[Any, str]:
@@ -280,7 +256,7 @@ class Remote:
 
         if "::" in url:  # fsspec decides the options of the links of a chain
             return fsspec.core.url_to_fs(url)
-        protocol, place = _protocol(url), (os.getpid(), url.rsplit("/", 1)[0])
+        protocol, place = protocol_of(url), (os.getpid(), url.rsplit("/", 1)[0])
         system = self._systems.get(place)
         if system is None:
             system, _ = fsspec.core.url_to_fs(url, **_options(protocol, self.patience.stall)[0])
@@ -309,13 +285,31 @@ def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any
         return {"client_kwargs": {"timeout": timeout, "trust_env": True}}, {"block_size": 0, "size": 1}
     if protocol in ("gs", "gcs", "hf"):
         return {}, {"block_size": _CHUNK, "cache_type": "none"}
-    if protocol == "file":
-        return {"auto_mkdir": True}, {}
     return {}, {}
 
 
-def _protocol(url: str) -> str:
-    return re.split("::|://", url, maxsplit=1)[0].lower()
+def _put_options(protocol: str, size: int) -> dict[str, Any]:
+    """Options of writing a file of this size. By default s3fs sends ten parts of 50 MiB at a time."""
+    if protocol not in ("s3", "s3a"):
+        return {}
+    return {"chunksize": max(_PART, size // _MOST_PARTS + 1), "max_concurrency": 2}
+
+
+def _replace(place: str, content: bytes | Path) -> None:
+    """Replace a file of a local disk as a whole."""
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    aside = f"{place}.{secrets.token_hex(4)}.part"
+    try:
+        if isinstance(content, bytes):
+            Path(aside).write_bytes(content)
+        else:
+            shutil.copyfile(content, aside)
+        flush(Path(aside))
+        os.replace(aside, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
 
 
 def _fill(file: Any, left: threading.Event) -> bytes:
@@ -336,39 +330,3 @@ def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
         if cancelled():
             raise Cancelled
         time.sleep(min(remaining, 0.2))
-
-
-def judged(url: str, error: BaseException, done: str = "read") -> BaseException:
-    """The error to raise for a backend's error: PassingError if waiting may help, else DataError. `done`: what was to be done to the file."""
-    status = _status(error)
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    what = what.replace(url, without_secrets(url))
-    if isinstance(error, ImportError):
-        package = _PACKAGES.get(_protocol(url))
-        if package is None:  # fsspec names it
-            return DataError(f"{without_secrets(url)}: {_protocol(url)}:// needs a package that is not installed: {error}")
-        return DataError(
-            f"{without_secrets(url)}: {_protocol(url)}:// needs the package {package}, which is not installed; "
-            f"run {install_command('remote')}"
-        )
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
-        return FileNotFoundError(f"{without_secrets(url)}: not found; check the URL, and whether the upload was complete")
-    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
-        return DataError(
-            f"{without_secrets(url)}: access refused ({what}); set the credentials in the environment "
-            "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...), see docs/data.md"
-        )
-    if isinstance(error, _DEFECTS) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
-        return DataError(f"{without_secrets(url)}: cannot be {done} ({what}); check the URL")
-    return PassingError(f"{without_secrets(url)}: {what}")
-
-
-def _status(error: BaseException) -> int:
-    """The HTTP status behind an error of aiohttp, gcsfs, httpx or requests; 0 without one."""
-    response = getattr(error, "response", None)
-    for status in (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None)):
-        if isinstance(status, int) and 100 <= status < 600:
-            return status
-    return 0

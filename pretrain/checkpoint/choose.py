@@ -239,7 +239,12 @@ def _went_back(newest: Path, folder: Path, path: Path) -> bool:
 
 def _is_after_going_back(checkpoint: Path, step: int) -> bool:
     """Whether the run had gone back to this step before it saved the checkpoint."""
-    return any(back and from_step == step for from_step, _, back in _timeline(_peek(checkpoint, needed=True)) or [])
+    return goes_back_to(_peek(checkpoint, needed=True).get("timeline"), step)
+
+
+def goes_back_to(timeline: Any, step: int) -> bool:
+    """Whether a start of this time line went back to a step."""
+    return any(back and from_step == step for from_step, _, back in _timeline({"timeline": timeline}) or [])
 
 
 def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:

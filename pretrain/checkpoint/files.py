@@ -30,7 +30,7 @@ STATE = "state.json"
 METADATA = ".metadata"
 """The table of contents that torch.distributed.checkpoint writes."""
 FORMAT, VERSION = "pretrain-checkpoint", 1
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,18})")
 _UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
 
 
@@ -185,14 +185,25 @@ def files_of_manifest(manifest: Any, path: Path | str) -> dict[str, dict[str, An
             f"{path}: version {manifest.get('version')} is not supported; this program reads version {VERSION}"
         )
     files = manifest.get("files")
-    valid = isinstance(files, dict) and all(
-        isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) for f in files.values()
-    )
-    if not valid or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+    if not isinstance(files, dict) or not all(_is_file_name(name) and _is_description(f) for name, f in files.items()):
         raise CheckpointError(f"{path}: its list of files is damaged")
     if missing := [name for name in (METADATA, STATE) if name not in files]:  # what is not listed would not be verified
         raise CheckpointError(f"{path}: its list of files is damaged: {missing[0]} is not in it")
     return files
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether this can be the name of a file in a checkpoint."""
+    path = Path(name)
+    is_inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+    return is_inside and name.isprintable() and max(len(part.encode()) for part in path.parts) <= 255
+
+
+def _is_description(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    size, digest = found.get("bytes"), found.get("sha256")
+    return type(size) is int and 0 <= size < 1 << 63 and isinstance(digest, str)
 
 
 def verify(

@@ -1,52 +1,60 @@
-"""A run's checkpoints in an object store (`checkpoint.upload`): what is there, how it comes there, and how a new machine gets it.
+"""The copy of a run in an object store (`checkpoint.upload`): which checkpoints it has, how they come there, and how a new machine gets them.
 
-URL/RUN/owner.json                               the start of the run that may write here
-URL/RUN/config.yaml  identity.json  starts.jsonl  metrics.jsonl
-URL/RUN/checkpoints/step-00000200/               as in the run directory; manifest.json comes last: what has one is complete
-URL/RUN/checkpoints/abandoned-step-00000300/     of a time line that the run has left
+URL/RUN/run.json                        which copies are complete, and which start of the run may write here
+URL/RUN/step-00000200-4f1d9a8b02c7/     a checkpoint as in the run directory, and in records/ the run's logs at that time
+
+A copy counts from when run.json lists it, and run.json is one small object that is replaced as a whole. The name of a copy has the beginning of
+its manifest's sha256, so no two starts ever write to the same place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import hashlib
 import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.choose import descends, goes_back_to
+from pretrain.checkpoint.copies_index import CopiesIndex, Copy
 from pretrain.checkpoint.retention import outdated
+from pretrain.checkpoint.sending import all_at_once
 from pretrain.config.schema import Checkpoint, Config
+from pretrain.distributed.long_waits import while_alive
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError, DataError, without_secrets
-from pretrain.storage import exists, flush, make_directory, real, replace_text
-from pretrain.transfer import Remote, WrongContentError, is_url
+from pretrain.storage import exists, flush, make_directory, real, unrepeated
+from pretrain.store_errors import WrongContentError
+from pretrain.transfer import Remote, is_url
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 KEY = "checkpoint.upload"
-RECORDS = ("config.yaml", "identity.json", "starts.jsonl", "metrics.jsonl")
-"""Files of the run directory that are copied beside the checkpoints."""
-_AT_ONCE = 4
-"""Files of a checkpoint that are sent at the same time."""
-_READ_ONLY = ("http", "https", "hf")
+INDEX = "run.json"
+RECORDS = ("starts.jsonl", "metrics.jsonl", "evaluations.jsonl", "trackers.json")
+"""Files of the run directory that are copied with each checkpoint."""
+_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file")
 
 
-def check_store(url: str) -> None:
-    """Raise ConfigError for what cannot be an object store to write to."""
+def check_store(config: Config) -> None:
+    """Raise ConfigError for a `checkpoint.upload` that is no object store to write to."""
+    url = config.checkpoint.upload
+    shown = without_secrets(url)
+    remedy = "give s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
     if not is_url(url):
-        raise ConfigError(f"{KEY}={url}: is no URL; give s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER", KEY)
-    if "::" in url or url.split("://")[0].lower() in _READ_ONLY:
-        raise ConfigError(
-            f"{KEY}={without_secrets(url)}: checkpoints cannot be written there; give s3://, gs:// or file://", KEY
-        )
+        raise ConfigError(f"{KEY}={shown}: is no URL; {remedy}", KEY)
+    protocol, _, place = url.partition("://")
+    if "::" in url or protocol not in _STORES:
+        raise ConfigError(f"{KEY}={shown}: checkpoints cannot be written there; {remedy}", KEY)
+    if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
+        raise ConfigError(f"{KEY}={shown}: names no folder; {remedy}", KEY)
+    if protocol == "file" and real(Path(place)) == real(Path(config.run.dir)):
+        raise ConfigError(f"{KEY}={shown}: is run.dir itself; give a folder on another disk", KEY)
 
 
 def stored_run(config: Config) -> StoredRun | None:
@@ -54,34 +62,13 @@ def stored_run(config: Config) -> StoredRun | None:
     return StoredRun(config.checkpoint.upload, config.run.name) if config.checkpoint.upload else None
 
 
-@dataclass(frozen=True)
-class Lacking:
-    """Complete checkpoints of an object store that a run directory does not have: those `newer` than any there, newest first, and the one that
-    `run.resume` names.
-    """
-
-    newer: tuple[str, ...]
-    named: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Those that a start downloads, if all are intact: the newest, then the named one."""
-        return list(dict.fromkeys([*self.newer[:1], *([self.named] if self.named else [])]))
-
-
 class StoredRun:
-    """The copy of one run in an object store. What fails for want of a network or server is tried again for minutes (`transfer.py`).
-
-    Methods raise CheckpointError that begins with the key.
-    """
+    """What fails for want of a network or server is tried again for minutes (`transfer.py`). Methods raise CheckpointError that begins with the key."""
 
     def __init__(self, url: str, run: str, remote: Remote | None = None) -> None:
         self.url = f"{url.rstrip('/')}/{run}"
         self.shown = without_secrets(self.url)
         self.remote = remote or Remote()
-
-    def _of(self, checkpoint: str, file: str = "") -> str:
-        return f"{self.url}/checkpoints/{checkpoint}" + (f"/{file}" if file else "")
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -90,227 +77,244 @@ class StoredRun:
         except (DataError, FileNotFoundError) as error:
             raise CheckpointError(f"{KEY}: {error}") from error
 
-    # ---- what is there ----------------------------------------------------------------------------------------------
+    def index(self) -> CopiesIndex | None:
+        """What run.json says; None if there is none, as before the first copy."""
+        url = f"{self.url}/{INDEX}"
+        content = self._read(url)
+        try:
+            return None if content is None else CopiesIndex.parse(content)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{KEY}: {without_secrets(url)}: cannot be read: {error}; restore it, or choose another {KEY} or run.name"
+            ) from error
 
-    def complete(self) -> Iterator[str]:
-        """Names of the complete checkpoints, newest first. Each one costs a request."""
-        with self._named():
-            for name in sorted(filter(files.is_checkpoint_name, self._names()), key=_step, reverse=True):
-                if self.remote.size(self._of(name, files.MANIFEST)) is not None:
-                    yield name
+    def config_of_newest(self) -> bytes | None:
+        """config.yaml of the newest copy; None without one."""
+        index = self.index()
+        if index is None or not index.copies:
+            return None
+        return self._read(f"{self.url}/{index.copies[-1].folder}/config.yaml")
 
-    def _names(self) -> list[str]:
-        return self.remote.names(f"{self.url}/checkpoints")
-
-    def lacking(self, folder: Path, resume: str) -> Lacking:
-        """What a start needs and `folder` does not have. Raises CheckpointError if `run.resume` is `never` and there are checkpoints."""
-        if resume == "never":
-            for name in self.complete():
-                raise CheckpointError(
-                    f"run.resume=never, but {self.shown} has checkpoints up to {name}; choose another run.name or {KEY}, or "
-                    "run.resume=auto to continue"
-                )
-        own = files.complete_checkpoints(folder)
-        after = files.step_of(own[-1]) if own else -1
-        newer = list(itertools.takewhile(lambda name: _step(name) > after, self.complete()))
-        path = Path(resume)
-        is_own = files.is_checkpoint_name(path.name) and real(path.parent) == real(folder)
-        is_wanted = is_own and not os.path.lexists(path) and path.name in self.complete()
-        return Lacking(tuple(newer), path.name if is_wanted else None)
-
-    def read(self, name: str) -> bytes | None:
-        """A small file of the run; None if it is missing."""
-        with self._named(), contextlib.suppress(FileNotFoundError):
-            return self.remote.read(f"{self.url}/{name}")
-        return None
+    def _read(self, url: str) -> bytes | None:
+        """A small file; None if it is missing."""
+        try:
+            with self._named():
+                return self.remote.read(url)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
 
     # ---- there -------------------------------------------------------------------------------------------------------
 
-    def begin(self, start: str, step: int, alive: Callable[[], object] = lambda: None) -> None:
-        """Take over the copy for this start, which goes on from `step`. Later checkpoints are of a time line that the run leaves. `alive` is called
-        after each file that is moved.
-        """
-        owner = {
-            "start": start,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        with self._named():
-            self.remote.write(json.dumps(owner).encode(), f"{self.url}/owner.json")
-        for name in [name for name in self.complete() if _step(name) > step]:
-            aside = self._set_aside(name, alive)
-            log.warning("set aside %s/checkpoints/%s as %s; nothing of it is deleted", self.shown, name, aside)
-
-    def check_owner(self, start: str) -> None:
-        """Raise CheckpointError if another start of the run has taken over the copy."""
-        try:
-            owner = json.loads(self.read("owner.json") or b"{}")
-        except ValueError:
-            owner = {}
-        owner = owner if isinstance(owner, dict) else {}
-        if owner.get("start") != start:
-            raise CheckpointError(
-                f"{KEY}: {self.shown} belongs to another start of this run (host {owner.get('host', 'unknown')}, since "
-                f"{owner.get('since', 'unknown')}); end one of the two"
+    def take_over(self, start: str, timeline: list[dict[str, Any]], step: int) -> None:
+        """Say that this start may write here from now on, which goes on from `step`. Copies that are not in its past are listed as abandoned."""
+        before = self.index() or CopiesIndex()
+        kept = [copy for copy in before.copies if copy.step <= step and descends({"timeline": timeline}, copy.state)]
+        left = [copy.folder for copy in before.copies if copy not in kept]
+        for folder in left:
+            log.warning(
+                "%s/%s is of a time line that the run leaves; it stays there, and no start takes it any more",
+                self.shown,
+                folder,
             )
+        self._write(CopiesIndex.of_start(start, timeline, kept, [*before.abandoned, *left]))
 
-    def upload(self, checkpoint: Path) -> None:
-        """Copy a checkpoint of the run directory there, unless it is there already. One of another time line that has its name is set aside."""
-        manifest, name = (checkpoint / files.MANIFEST).read_bytes(), checkpoint.name
-        stored = self.read(f"checkpoints/{name}/{files.MANIFEST}")
-        if stored == manifest:
-            return
-        if stored is not None:
-            self._set_aside(name)
-        with self._named():
-            self.remote.remove(self._of(name))  # what an interrupted upload left behind
-            with ThreadPoolExecutor(_AT_ONCE, "upload") as pool:
-                sent = [
-                    pool.submit(self.remote.upload, checkpoint / file, self._of(name, file))
-                    for file in files.read_manifest(checkpoint)
-                ]
-                for future in sent:
-                    future.result()
-            self.remote.write(manifest, self._of(name, files.MANIFEST))
+    def _own_index(self, start: str) -> CopiesIndex:
+        """run.json, which has to be of this start. Raises CheckpointError if another one has taken over."""
+        index = self.index()
+        if index is None or index.start != start:
+            other = "is gone" if index is None else f"is of another start of this run (host {index.host}, since {index.since})"
+            raise CheckpointError(
+                f"{KEY}: {self.shown}/{INDEX} {other}, so nothing is copied any more; end one of the two runs"
+            )
+        return index
 
-    def upload_records(self, directory: Path) -> None:
-        """Copy what else describes the run."""
+    def _write(self, index: CopiesIndex) -> None:
         with self._named():
+            self.remote.write(index.to_json(), f"{self.url}/{INDEX}")
+
+    def upload(self, checkpoint: Path, records: Path, start: str) -> bool:
+        """Copy a checkpoint and the run's `records`. Whether anything had to be sent: a copy that is whole stays as it is."""
+        state, manifest = files.load_state(checkpoint), (checkpoint / files.MANIFEST).read_bytes()
+        copy = Copy(
+            f"{checkpoint.name}-{_digest(manifest)}",
+            state["step"],
+            state.get("skipped_in_a_row") or 0,
+            state.get("timeline") or [],
+        )
+        listed = files.read_manifest(checkpoint)
+        place, has = f"{self.url}/{copy.folder}", copy in self._own_index(start).copies
+        with self._named():
+            wanted = {name: item["bytes"] for name, item in listed.items()}
+            missing = [name for name, size in wanted.items() if not has or self.remote.size(f"{place}/{name}") != size]
+            if has and not missing:
+                return False
+            all_at_once(
+                [lambda stop, name=name: self.remote.upload(checkpoint / name, f"{place}/{name}", stop) for name in missing]
+            )
             for name in RECORDS:
-                with contextlib.suppress(FileNotFoundError):  # metrics.jsonl before the first line
-                    self.remote.write((directory / name).read_bytes(), f"{self.url}/{name}")
+                with contextlib.suppress(FileNotFoundError):
+                    self.remote.write((records / name).read_bytes(), f"{place}/records/{name}")
+            self.remote.write(manifest, f"{place}/{files.MANIFEST}")
+        self._write(self._own_index(start).with_copy(copy))
+        return True
 
-    def retire(self, newest: Path, policy: Checkpoint, skipped: int) -> None:
-        """Remove the checkpoints that the policy no longer keeps (`checkpoint.keep_last`), and what interrupted uploads and removals left behind."""
-        with self._named():
-            complete = [newest.with_name(name) for name in self.complete()][::-1]
-            kept = {path.name for path in complete}
-            left = [name for name in self._names() if files.is_checkpoint_name(name) and name not in kept]
-            for path in outdated(complete, newest, policy.keep_last, policy.keep_every_steps, skipped):
-                self.remote.remove(self._of(path.name, files.MANIFEST))
-                self.remote.remove(self._of(path.name))
-            for name in left:
-                self.remote.remove(self._of(name))
-
-    def _set_aside(self, name: str, alive: Callable[[], object] = lambda: None) -> str:
-        """Give a checkpoint the first free name `abandoned-NAME`. Object stores cannot rename: files are copied within the store."""
-        with self._named():
-            taken = set(self._names())
-            names = itertools.chain([f"abandoned-{name}"], (f"abandoned-{name}.{number}" for number in itertools.count(1)))
-            aside = next(other for other in names if other not in taken)
-            listed = self._listed(self._of(name, files.MANIFEST), self.remote.read(self._of(name, files.MANIFEST)))
-            for file in [*([] if isinstance(listed, str) else listed), files.MANIFEST]:
-                with contextlib.suppress(FileNotFoundError):  # it is damaged
-                    self.remote.copy(self._of(name, file), self._of(aside, file))
-                alive()
-            self.remote.remove(self._of(name, files.MANIFEST))
-            self.remote.remove(self._of(name))
-        return aside
+    def retire(self, policy: Checkpoint, start: str) -> None:
+        """Remove the copies that the policy no longer keeps (`checkpoint.keep_last`)."""
+        index = self._own_index(start)
+        by_path = {Path(files.step_name(copy.step)): copy for copy in index.copies}
+        newest, skipped = Path(files.step_name(index.copies[-1].step)), index.copies[-1].skipped
+        gone = [by_path[path] for path in outdated([*by_path], newest, policy.keep_last, policy.keep_every_steps, skipped)]
+        if gone:
+            self._write(index.without(gone))
+        for copy in gone:
+            with self._named():
+                self.remote.remove_folder(f"{self.url}/{copy.folder}")
 
     # ---- from there --------------------------------------------------------------------------------------------------
 
-    def fetch(self, directory: Path, resume: str, ranks: Ranks) -> None:
-        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified.
+    def lacking(self, folder: Path, resume: str) -> list[Copy]:
+        """Copies that a start may need and `folder` does not have, newest first: newer ones than any there, and the one that `run.resume` names.
 
-        A checkpoint that is damaged there is passed over with a warning. Raises CheckpointError if no other one is left, and for what cannot be
-        reached.
+        Raises CheckpointError if the run directory has left the time line of the copies, and if `run.resume` is `never` and there are copies.
+        """
+        index = self.index()
+        if index is None or not index.copies:
+            return []
+        if resume == "never":
+            raise CheckpointError(
+                f"run.resume=never, but {self.shown} has checkpoints up to {index.copies[-1].folder}; choose another run.name or {KEY}, or "
+                "run.resume=auto to continue"
+            )
+        own, named = files.complete_checkpoints(folder), _named_step(folder, resume)
+        has_named = named is not None and exists(folder / files.step_name(named))
+        if has_named and not goes_back_to(index.timeline, named):
+            return []
+        if own and named is None:
+            self._check_line(own[-1], index)
+        after = files.step_of(own[-1]) if own else -1
+        return [copy for copy in reversed(index.copies) if copy.step > after or (copy.step == named and not has_named)]
+
+    def _check_line(self, newest: Path, index: CopiesIndex) -> None:
+        try:
+            state = files.load_state(newest)
+        except CheckpointError:  # it is damaged, which is found out later
+            return
+        if not descends({"timeline": index.timeline}, state):
+            raise CheckpointError(
+                f"{newest} is not of the time line that {self.shown} has: another start (host {index.host}, since {index.since}) went on from an earlier "
+                f"step, up to {index.copies[-1].folder}. Say which one is continued: run.resume={newest} leaves the copies; to continue those, move "
+                f"{newest.parent} away"
+            )
+
+    def fetch(self, directory: Path, resume: str, ranks: Ranks) -> list[Path]:
+        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified. What was made.
+
+        A copy that is damaged is passed over with a warning. Raises CheckpointError if no other checkpoint is left, and for what cannot be reached.
         """
         folder = directory / "checkpoints"
-        lacking = ranks.on_main(
-            "look into the object store", lambda: self.lacking(folder, resume), CheckpointError, storage=True
-        )
-        fetched: set[str] = set()
-        problem = None
-        for name in lacking.newer:
-            problem = self._fetch(name, folder, ranks)
-            if problem is None:
-                fetched.add(name)
-                break
-            if ranks.is_main:
+        lacking = self._on_main("look into the object store", lambda: self.lacking(folder, resume), ranks)
+        problem, made = None, []
+        for copy in lacking:
+            is_named = copy.step == _named_step(folder, resume)
+            if made and not is_named:
+                continue
+            problem = self._fetch(copy, directory, ranks, made)
+            if problem is not None and is_named:
+                raise CheckpointError(f"{problem}; run.resume names it, so no other one was tried")
+            if problem is not None and ranks.is_main:
                 log.warning("damaged checkpoint: %s; falling back to the one before", problem)
         has_own = ranks.on_main(
             "sight of checkpoints", lambda: bool(files.complete_checkpoints(folder)), CheckpointError, storage=True
         )
         if problem is not None and not has_own:
             raise CheckpointError(f"{problem}; no earlier checkpoint is left to fall back to, and nothing was started afresh")
-        if (
-            lacking.named is not None
-            and lacking.named not in fetched
-            and (problem := self._fetch(lacking.named, folder, ranks))
-        ):
-            raise CheckpointError(f"{problem}; run.resume names it, so no other one was tried")
-        if lacking.newer:
-            ranks.on_main("records of an uploaded run", lambda: self._fetch_records(directory), CheckpointError, storage=True)
+        return made
 
     def renew(self, checkpoint: Path, ranks: Ranks) -> bool:
         """Put the copy in the place of a damaged checkpoint of the run directory, which is set aside. Whether there is an intact copy."""
-        has = ranks.on_main(
-            "look for an intact copy",
-            lambda: self.read(f"checkpoints/{checkpoint.name}/{files.MANIFEST}") is not None,
-            CheckpointError,
-            storage=True,
-        )
-        if not has:
+
+        def look() -> Copy | None:
+            index = self.index() or CopiesIndex()
+            return next((copy for copy in index.copies if copy.step == files.step_of(checkpoint)), None)
+
+        copy = self._on_main("look for an intact copy", look, ranks)
+        if copy is None:
             return False
         if ranks.is_main:
-            log.warning("%s is damaged; looking for an intact copy of it in %s", checkpoint, self.shown)
-        problem = self._fetch(checkpoint.name, checkpoint.parent, ranks)
+            log.warning("%s is damaged; its copy in %s takes its place", checkpoint, self.shown)
+        problem = self._fetch(copy, checkpoint.parents[1], ranks, [])
         if problem is not None and ranks.is_main:
             log.warning("damaged checkpoint: %s", problem)
         return problem is None
 
-    def _fetch(self, name: str, folder: Path, ranks: Ranks) -> str | None:
-        """Download one checkpoint; what is wrong with it, or None."""
-        started, writing = time.monotonic(), files.writing_directory_of(folder / name)
-
-        def begin() -> tuple[bytes, dict[str, dict[str, Any]]] | str:
-            url = self._of(name, files.MANIFEST)
-            with self._named():
-                content = self.remote.read(url)
-            listed = self._listed(url, content)
-            if isinstance(listed, str):
-                return listed
-            total = sum(item["bytes"] for item in listed.values())
-            log.info("downloading %s of %s (%.1f MB)", name, self.shown, total / 1e6)
-            files.remove(writing)
-            make_directory(writing)
-            files.check_space(writing, total)
-            return content, listed
-
-        found = ranks.on_main("manifest of an uploaded checkpoint", begin, CheckpointError, storage=True)
+    def _fetch(self, copy: Copy, directory: Path, ranks: Ranks, made: list[Path]) -> str | None:
+        """Download one copy, and the records with it; what is wrong with it, or None. `made` gets the paths that are new."""
+        target = directory / "checkpoints" / files.step_name(copy.step)
+        started, writing = time.monotonic(), files.writing_directory_of(target)
+        found = self._on_main("manifest of a copy", lambda: self._begin(copy, writing), ranks)
         if isinstance(found, str):
             return found
-        content, listed = found
+        manifest, listed = found
 
         def download() -> str | None:
             with ranks.part("download of a checkpoint", storage=True), ranks.in_pieces("download of a checkpoint") as seen:
                 for file in sorted(listed)[ranks.rank :: ranks.world_size]:
-                    if problem := self._download(name, file, listed[file], writing, lambda: seen(0)):
+                    if problem := self._download(copy, file, listed[file], writing, lambda: seen(0)):
                         return problem
             return None
 
         own = ranks.attempt("download of a checkpoint", download, CheckpointError)
         problems = [problem for problem in ranks.gather("download of a checkpoint", own) if problem]
+        if problems:
+            ranks.on_main("end of a download", lambda: files.remove(writing), CheckpointError, storage=True)
+            return problems[0]
+        # The records come first: a start that ends in between downloads both again.
+        records = self._on_main("records of a copy", lambda: self._fetch_records(copy, directory), ranks)
 
         def commit() -> None:
-            if problems:
-                files.remove(writing)
-                return
-            (writing / files.MANIFEST).write_bytes(content)
+            (writing / files.MANIFEST).write_bytes(manifest)
             flush(writing / files.MANIFEST)
             flush(writing)
-            if exists(folder / name):
-                log.warning("set aside %s as %s", folder / name, files.set_aside(folder / name, "damaged").name)
-            files.put_in_place(writing, folder / name)
-            log.info("downloaded %s (%.1f s)", folder / name, time.monotonic() - started)
+            if exists(target):
+                log.warning("set aside %s as %s", target, files.set_aside(target, "damaged").name)
+            files.put_in_place(writing, target)
+            log.info("downloaded %s (%.1f s)", target, time.monotonic() - started)
 
-        ranks.on_main("commit of a downloaded checkpoint", commit, CheckpointError, storage=True)
-        return problems[0] if problems else None
+        ranks.on_main("commit of a download", commit, CheckpointError, storage=True)
+        made += [target, *records]
+        return None
 
-    def _download(self, name: str, file: str, listed: dict[str, Any], writing: Path, alive: Callable[[], object]) -> str | None:
+    def _begin(self, copy: Copy, writing: Path) -> tuple[bytes, dict[str, dict[str, Any]]] | str:
+        """The manifest and its files, with room for them; or what is wrong."""
+        url = f"{self.url}/{copy.folder}/{files.MANIFEST}"
+        try:
+            content = self.remote.read(url)
+        except FileNotFoundError:
+            return f"{without_secrets(url)}: missing, though {INDEX} lists it"
+        except DataError as error:
+            raise CheckpointError(f"{KEY}: {error}") from error
+        if not copy.folder.endswith(_digest(content)):
+            return f"{without_secrets(url)}: its content does not match the name of its folder"
+        try:
+            listed = files.files_of_manifest(json.loads(content, object_pairs_hook=unrepeated), without_secrets(url))
+        except (ValueError, RecursionError) as error:
+            return f"{without_secrets(url)}: cannot be read: {error}"
+        except CheckpointError as error:
+            return str(error)
+        total = sum(item["bytes"] for item in listed.values())
+        log.info("downloading %s of %s (%.1f MB)", copy.folder, self.shown, total / 1e6)
+        files.remove(writing)
+        make_directory(writing)
+        files.check_space(writing, total)
+        return content, listed
+
+    def _download(
+        self, copy: Copy, file: str, listed: dict[str, Any], writing: Path, alive: Callable[[], object]
+    ) -> str | None:
         """Download one file; what is wrong with its content, or None."""
-        url, path = self._of(name, file), writing / file
+        url, path = f"{self.url}/{copy.folder}/{file}", writing / file
 
         def cancelled() -> bool:
             alive()
@@ -326,26 +330,38 @@ class StoredRun:
                 return error.found
             except DataError as error:
                 raise CheckpointError(f"{KEY}: {error}") from error
-            target.flush()
-            os.fsync(target.fileno())
+        flush(path)
         return None
 
-    def _listed(self, url: str, content: bytes) -> dict[str, dict[str, Any]] | str:
-        """The files of a manifest, or what is wrong with it."""
-        try:
-            return files.files_of_manifest(json.loads(content), without_secrets(url))
-        except ValueError as error:
-            return f"{without_secrets(url)}: cannot be read: {error}"
-        except CheckpointError as error:
-            return str(error)
-
-    def _fetch_records(self, directory: Path) -> None:
+    def _fetch_records(self, copy: Copy, directory: Path) -> list[Path]:
+        """Put the records of a copy into the run directory, and keep what was there under another name. Those that were not there before."""
+        made = []
         for name in RECORDS:
-            content, path = self.read(name), directory / name
-            # Older ones are the beginning of those in the store.
-            if content is not None and (not path.exists() or content.startswith(path.read_bytes())):
-                replace_text(path, content.decode("utf-8", "replace"))
+            path, content = directory / name, self._read(f"{self.url}/{copy.folder}/records/{name}")
+            if content is None:
+                continue
+            before = path.read_bytes() if exists(path) else None
+            if before is not None and not content.startswith(before):
+                kept = path.with_name(f"{path.stem}-before-step-{copy.step}{path.suffix}")
+                kept.write_bytes(before)
+                log.warning("%s has lines that the run in %s does not have; they are kept as %s", path, self.shown, kept.name)
+            if before is None:
+                made.append(path)
+            path.write_bytes(content)
+            flush(path)
+        return made
+
+    def _on_main(self, name: str, action: Callable[[], T], ranks: Ranks) -> T:
+        """What `action`, which waits for the network, returns on the main rank, on all ranks."""
+        own = ranks.attempt(name, lambda: while_alive(name, action if ranks.is_main else lambda: None, ranks), CheckpointError)
+        return ranks.gather(name, own)[0]
 
 
-def _step(name: str) -> int:
-    return files.step_of(Path(name))
+def _named_step(folder: Path, resume: str) -> int | None:
+    """The step of the run's own checkpoint that `run.resume` names, whether or not it is there."""
+    path = Path(resume)
+    return files.step_of(path) if files.is_checkpoint_name(path.name) and real(path.parent) == real(folder) else None
+
+
+def _digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:12]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.checkpoint import files
@@ -19,39 +18,37 @@ log = logging.getLogger(__name__)
 class Uploads:
     """Of one start of a run, on the main rank. Training never waits for it, but for the last one at the end.
 
-    While a checkpoint is on its way, it must stay (`in_use`). Of those that are saved meanwhile, only the newest is copied next, beside those that
-    `checkpoint.keep_every_steps` keeps for ever. A failure is warned of, and the next checkpoint is tried anew: the run has its own.
+    The newest checkpoint is copied first, then those that `checkpoint.keep_every_steps` keeps for ever and that are not there yet. One that was
+    saved while another is on its way is left out when a newer one comes. A failure is warned of, and tried anew when the next checkpoint is saved.
     """
 
     def __init__(self, stored: StoredRun, directory: Path, policy: Checkpoint, start: str) -> None:
         self.stored, self.directory, self.policy, self.start = stored, directory, policy, start
         self.in_use: Path | None = None
-        self.problem: str | None = None
-        """Why the newest checkpoint is not there."""
-        self._waiting: list[tuple[Path, int]] = []
+        """The checkpoint that is on its way, which has to stay."""
+        self._newest: Path | None = None
+        self._done: set[str] = set()
+        self._tried: set[str] = set()
+        self._problems: dict[str, str] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_said = False
 
-    def begin(self, step: int, newest: Path | None, alive: Callable[[], object] = lambda: None) -> None:
-        """Take over the copy for this start, which goes on from `step`, and copy its `newest` checkpoint if that is not there. `alive` is called now
-        and then. Raises CheckpointError.
-        """
-        self.stored.begin(self.start, step, alive)
-        self.stored.upload_records(self.directory)
-        if newest is not None:
-            self.offer(newest, 0)
+    @property
+    def problem(self) -> str | None:
+        """Why a checkpoint that should be there is not."""
+        return next(reversed(self._problems.values()), None)
 
-    def offer(self, checkpoint: Path, skipped: int) -> None:
-        """Copy a checkpoint that is complete, beside the training. `skipped`: steps in a row that were skipped before it."""
+    def offer(self, checkpoint: Path) -> None:
+        """Copy a checkpoint that is complete, beside the training, and what is kept for ever and not there yet."""
         with self._lock:
-            late = [path for path, _ in self._waiting if not self._stays(path)]
-            self._waiting = [(path, number) for path, number in self._waiting if self._stays(path)] + [(checkpoint, skipped)]
+            late, self._newest = self._newest, checkpoint
+            self._tried.clear()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="upload of checkpoints", daemon=True)
                 self._thread.start()
-        for path in late:
-            log.warning("%s: %s is not copied, because copying takes longer than the time between two saves", KEY, path.name)
+        if late is not None and not self._stays(late):
+            log.warning("%s: %s is not copied, because copying takes longer than the time between two saves", KEY, late.name)
 
     def _stays(self, path: Path) -> bool:
         every = self.policy.keep_every_steps
@@ -59,10 +56,10 @@ class Uploads:
 
     def wait(self, seconds: float) -> bool:
         """Wait for what is on its way, at most so long; whether all of it has ended."""
-        thread = self._thread
+        thread, path = self._thread, self.in_use
         if thread is not None:
-            if not self._has_said and self.in_use is not None:
-                log.info("waiting until %s is copied to %s", self.in_use.name, self.stored.shown)
+            if not self._has_said and path is not None:
+                log.info("waiting until %s is copied to %s", path.name, self.stored.shown)
                 self._has_said = True
             thread.join(seconds)
         return thread is None or not thread.is_alive()
@@ -70,24 +67,45 @@ class Uploads:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
-                    self.in_use = self._thread = None
+                self.in_use = self._next()
+                if self.in_use is None:
+                    self._thread = None
                     return
-                self.in_use, skipped = self._waiting.pop(0)
-            self._copy(self.in_use, skipped)
+            self._copy(self.in_use)
 
-    def _copy(self, checkpoint: Path, skipped: int) -> None:
-        began, self.problem = time.monotonic(), None
+    def _next(self) -> Path | None:
+        path, self._newest = self._newest, None
+        if path is not None:
+            return path
         try:
-            self.stored.check_owner(self.start)
-            self.stored.upload(checkpoint)
-            self.stored.upload_records(self.directory)
-            self.stored.retire(checkpoint, self.policy, skipped)
-            log.info("copied %s to %s (%.1f s)", checkpoint, self.stored.shown, time.monotonic() - began)
-        except CheckpointError as error:
-            self.problem = f"{error}; {checkpoint} itself is good"
-        except Exception as error:  # whatever the library of an object store raises
-            self.problem = f"{KEY}: {self.stored.shown}: {line_of(error)}; {checkpoint} itself is good"
+            found = files.complete_checkpoints(self.directory / "checkpoints")
+        except (OSError, CheckpointError) as error:
+            log.warning("%s: %s", KEY, line_of(error))
+            return None
+        return next((path for path in found if self._stays(path) and path.name not in self._done | self._tried), None)
+
+    def _copy(self, checkpoint: Path) -> None:
+        began = time.monotonic()
+        self._tried.add(checkpoint.name)
+        try:
+            was_sent = self.stored.upload(checkpoint, self.directory, self.start)
+        except Exception as error:  # also what the library of an object store raises
+            reason = str(error) if isinstance(error, CheckpointError) else f"{KEY}: {self.stored.shown}: {line_of(error)}"
+            if not (checkpoint / files.MANIFEST).exists():
+                return  # it is no longer kept
+            self._problems[checkpoint.name] = f"{reason}; {checkpoint} itself is good"
+            log.warning("%s", self._problems[checkpoint.name])
             log.debug("upload of a checkpoint", exc_info=True)
-        if self.problem is not None:
-            log.warning("%s", self.problem)
+            return
+        for name in [name for name in self._problems if not self._is_permanent(name) or name == checkpoint.name]:
+            del self._problems[name]  # of an older one, which this one makes up for
+        self._done.add(checkpoint.name)
+        if was_sent:
+            log.info("copied %s to %s (%.1f s)", checkpoint, self.stored.shown, time.monotonic() - began)
+        try:
+            self.stored.retire(self.policy, self.start)
+        except Exception as error:
+            log.warning("%s: older copies could not be removed: %s", KEY, str(error).removeprefix(f"{KEY}: "))
+
+    def _is_permanent(self, name: str) -> bool:
+        return self._stays(self.directory / "checkpoints" / name)

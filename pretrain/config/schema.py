@@ -278,8 +278,8 @@ class Checkpoint:
     )
     upload: str | None = key(
         None,
-        "Copy each checkpoint to this object store while training goes on (s3://BUCKET/FOLDER, gs://, file://), below the run's name. A start that finds "
-        "newer ones there than in the run directory downloads the newest. Kept there as here (`keep_last`).",
+        "Copy each checkpoint to this object store while training goes on (s3://BUCKET/FOLDER, gs://, az://, file:///), below the run's name. A start "
+        "whose run directory has none, or older ones, downloads the newest. Kept there as here (`keep_last`).",
     )
     export_check: bool = key(
         True,

@@ -27,8 +27,9 @@ from pretrain.checkpoint.retention import retire
 from pretrain.checkpoint.save import AgreedPlan, Saving
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.checkpoint.uploads import Uploads
+from pretrain.distributed.long_waits import while_alive
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, TrainingError
+from pretrain.errors import CheckpointError, TrainingError, line_of
 from pretrain.observe.metrics import duration
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.train.plan import Plan
@@ -149,24 +150,35 @@ class Continuation:
         """Whether a save has begun of which this rank still writes its part."""
         return self._saving is not None and not self._saving.is_written
 
-    def wait(self) -> None:
-        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads."""
+    def wait(self, problem: BaseException | None = None) -> None:
+        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads.
+
+        `problem`: what ends the run. It is logged before a wait for an upload, which may be long.
+        """
+        seconds = self.plan.config.parallel.timeout_seconds
         if self._saving is not None and self._saving.thread is not None:
-            self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
-        if self._uploads is not None:
-            self._uploads.wait(self.plan.config.parallel.timeout_seconds)
+            self._saving.thread.join(seconds)
+        if isinstance(problem, Exception) and self._uploads is not None and self._uploads.in_use is not None:
+            log.error("%s", line_of(problem))
+            self._uploads.wait(seconds)
+
+    def take_over_copies(self) -> None:
+        """Say in the object store that this start may write there. Raises CheckpointError on all ranks if it cannot be written to."""
+        stored = stored_run(self.plan.config)
+        if stored is None:
+            return
+
+        def take_over() -> None:
+            if self.ranks.is_main:
+                stored.take_over(self._timeline[-1]["start"], self._timeline, self.origin.step)
+
+        name = "start of uploads"
+        self.ranks.attempt(name, lambda: while_alive(name, take_over, self.ranks), CheckpointError)
 
     def begin_uploads(self) -> None:
-        """Take over the copies in the object store for this start. Raises CheckpointError on all ranks if the store cannot be written to."""
-
-        def begin() -> None:
-            name = "start of uploads"
-            with self.ranks.part(name, storage=True), self.ranks.in_pieces(name) as seen:
-                if self._uploads is not None:
-                    self._uploads.begin(self.origin.step, self.last if self.origin.own else None, lambda: seen(0))
-
-        if self.plan.config.checkpoint.upload:
-            self.ranks.attempt("start of uploads", begin, CheckpointError)
+        """Copy what the object store does not have, beside the training."""
+        if self._uploads is not None and self.origin.own:
+            self._uploads.offer(self.last)
 
     def finish_uploads(self) -> None:
         """Wait until the newest checkpoint is copied. Raises CheckpointError on all ranks if that failed."""
@@ -202,7 +214,7 @@ class Continuation:
         if self.ranks.is_main:
             skipped, uploads = saving.state["skipped_in_a_row"], self._uploads
             if uploads is not None:
-                uploads.offer(self.last, skipped)
+                uploads.offer(self.last)
             with self.ranks.part("removal of older checkpoints", storage=True):
                 self._retire = partial(retire, self.last, self.plan.config.checkpoint, skipped)
                 self._removal = self._retire(in_use=uploads and uploads.in_use)

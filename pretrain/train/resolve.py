@@ -54,7 +54,7 @@ def resolve(config: Config) -> Config:
     check_options(config)
     check_formats(config)
     if config.checkpoint.upload is not None:
-        check_store(config.checkpoint.upload)
+        check_store(config)
     _check_width(config)
     if config.optim.name == "schedule_free_adamw" and config.schedule.name != "constant":
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.files import remove
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
@@ -91,10 +92,9 @@ def _check_directory(plan: Plan) -> tuple[StartingPoint, list[str]]:
     run = plan.config.run
     directory, stored = RunDirectory(directory_of(run), run.lock), stored_run(plan.config)
     directory.check()
-    if stored is not None and (lacking := stored.lacking(directory.checkpoints, run.resume)).names:
+    if stored is not None and (lacking := stored.lacking(directory.checkpoints, run.resume)):
         return StartingPoint(), [
-            f"would download {' and '.join(lacking.names)} from {stored.shown}, and resume from {'the last one' if lacking.names[1:] else 'it'} if "
-            "it is intact and of this run"
+            f"would download {lacking[0].folder} from {stored.shown}, and resume from it if it is intact and of this run"
         ]
     origin = find_starting_point(plan, directory, Ranks(0, 0, 1, torch.device("cpu")), content=False)
     return origin, _intentions(plan, origin)
@@ -195,9 +195,9 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
     rank_file = RankFile(directory.path)
     try:
         verify_everywhere(plan.data.holdings, False, ranks)  # before a directory is made for a run that cannot start
-        _take_over(plan, directory, ranks)
+        _claim(directory, ranks)
         ranks.tell_of_ranks(rank_file.put)
-        origin = find_starting_point(plan, directory, ranks)
+        origin = _fetch_and_find(plan, directory, ranks)
         place = surroundings(ranks)
         if ranks.is_main:
             lines = [
@@ -213,7 +213,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         with ranks.part(what, device=True), explaining_memory(f"the {what}", plan, directory, ranks.rank):
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
-        ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
+        _begin(directory, plan, ranks, trainer, place)
         # Until the process ends: a second notice from the scheduler must not end a rank that reports success.
         end.enter_context(stop)
         with ExitStack() as stack:
@@ -243,8 +243,19 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
 _REASONS = {"preempted": "asked to stop by a signal; the same command continues"}
 
 
-def _take_over(plan: Plan, directory: RunDirectory, ranks: Ranks) -> None:
-    """Claim the run's directory, and download what it does not have of the run's checkpoints."""
+def _fetch_and_find(plan: Plan, directory: RunDirectory, ranks: Ranks) -> StartingPoint:
+    """The starting point, after a download of what the run directory does not have. What was downloaded for nothing is removed again."""
+    stored = stored_run(plan.config)
+    made = stored.fetch(directory.path, plan.config.run.resume, ranks) if stored is not None else []
+    try:
+        return find_starting_point(plan, directory, ranks)
+    except UserError:
+        for path in made if ranks.is_main else []:
+            path.unlink() if path.is_file() else remove(path)
+        raise
+
+
+def _claim(directory: RunDirectory, ranks: Ranks) -> None:
     ranks.on_main("claim of the run directory", directory.claim, CheckpointError)
     token = ranks.gather("owner of the run directory", directory.token)[0]
     ranks.agree(
@@ -255,8 +266,14 @@ def _take_over(plan: Plan, directory: RunDirectory, ranks: Ranks) -> None:
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)
-    if (stored := stored_run(plan.config)) is not None:
-        stored.fetch(directory.path, plan.config.run.resume, ranks)
+
+
+def _begin(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, place: dict[str, Any]) -> None:
+    """Nothing can refuse the start any more: what the run leaves behind is set aside, and the start is recorded."""
+    # First in the object store: where only the run directory had left a time line, a start that follows would download it again.
+    trainer.continuation.take_over_copies()
+    ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
+    trainer.continuation.begin_uploads()
 
 
 def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, place: dict[str, Any]) -> None:

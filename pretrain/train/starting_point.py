@@ -86,15 +86,16 @@ def _format_begun_in(config: Config) -> str | None:
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
     uploaded = None
     if path is None and config.checkpoint.upload:
-        uploaded = stored_run(config).read("config.yaml")
+        uploaded = stored_run(config).config_of_newest()
     if uploaded is not None:
         saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
     else:
         if path is None and resume not in ("auto", "required"):
             path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"
         saved = _config_of(path) if path is not None else {}
-    recorded = saved.get("precision", {}).get("compute")
-    return recorded if recorded in DTYPES else None
+    precision = saved.get("precision")
+    recorded = precision.get("compute") if isinstance(precision, dict) else None
+    return recorded if isinstance(recorded, str) and recorded in DTYPES else None
 
 
 def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:

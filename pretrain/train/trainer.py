@@ -215,8 +215,7 @@ class Trainer:
             self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
             self.reporting.open(stack, self.progress, self.continuation)
-            stack.callback(self.continuation.wait)
-            self.continuation.begin_uploads()
+            stack.push(lambda kind, error, trace: self.continuation.wait(error))
             try:
                 outcome = self._take_steps(batches, stop, export, evaluated)
             except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,21 @@ from faulty_server import faulty_server
 from object_server import object_server, use_server
 from running import losses, run_main, state_of, train
 
+from pretrain.checkpoint.copies_index import CopiesIndex
+from pretrain.checkpoint.files import step_name
 from pretrain.checkpoint.stored_run import StoredRun
 from pretrain.checkpoint.uploads import Uploads
-from pretrain.transfer import Remote
+from pretrain.observe.metrics import read_metrics
+from pretrain.transfer import Patience, Remote
 
 STEPS = ("run.steps=8", "schedule={name: constant, warmup_steps: 1}", "checkpoint.every_steps=2", "run.deterministic=true")
+QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 
 
 @pytest.fixture
-def store(tmp_path) -> Path:
+def store(tmp_path, monkeypatch) -> Path:
     """A folder in place of a bucket."""
+    monkeypatch.setattr("pretrain.transfer.Patience", lambda: QUICK)
     return tmp_path / "bucket" / "runs"
 
 
@@ -30,13 +36,38 @@ def uploading(store) -> tuple[str, ...]:
     return (*STEPS, f"checkpoint.upload=file://{store}")
 
 
-def checkpoints_in(store: Path) -> list[str]:
-    return sorted(path.name for path in (store / "run" / "checkpoints").iterdir())
+def index_of(store: Path) -> CopiesIndex:
+    return CopiesIndex.parse((store / "run" / "run.json").read_bytes())
+
+
+def copies(store: Path) -> list[int]:
+    """Steps of the copies that count, each of which has to be there."""
+    found = index_of(store).copies
+    assert all((store / "run" / copy.folder / "manifest.json").is_file() for copy in found)
+    return [copy.step for copy in found]
+
+
+def copy_of(store: Path, step: int) -> Path:
+    [found] = [copy.folder for copy in index_of(store).copies if copy.step == step]
+    return store / "run" / found
+
+
+def own(run: Path, step: int) -> Path:
+    return run / "checkpoints" / step_name(step)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def same_files(one: Path, other: Path) -> bool:
     files = [path.relative_to(one) for path in one.rglob("*") if path.is_file()]
-    return files and all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
+    return bool(files) and all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
+
+
+def spoil(checkpoint: Path) -> None:
+    payload = next(checkpoint.glob("*.distcp"))
+    payload.write_bytes(payload.read_bytes()[:-1] + b"?")
 
 
 def trained(config_file: Path, *overrides: str) -> Path:
@@ -45,14 +76,20 @@ def trained(config_file: Path, *overrides: str) -> Path:
     return config_file.parent / "runs" / "run"
 
 
+def refused(config_file: Path, *overrides: str) -> str:
+    """The line that ends a run."""
+    code, printed = run_main(str(config_file), *overrides)
+    assert code in (1, 2) and "Traceback" not in printed, printed
+    return printed.splitlines()[-1]
+
+
 def test_each_checkpoint_is_copied_and_kept_like_the_runs_own(config_file, store, uploading):
     run = trained(config_file, *uploading)
-    own = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert own == checkpoints_in(store) == ["step-00000006", "step-00000008"]
-    for name in own:
-        assert same_files(run / "checkpoints" / name, store / "run" / "checkpoints" / name)
-    for name in ("config.yaml", "identity.json", "starts.jsonl", "metrics.jsonl"):
-        assert (store / "run" / name).read_bytes() == (run / name).read_bytes()
+    assert names(run) == [step_name(6), step_name(8)] and copies(store) == [6, 8]
+    assert len(list((store / "run").glob("step-*"))) == 2
+    for step in (6, 8):
+        assert same_files(own(run, step), copy_of(store, step))
+    assert [json.loads(line)["step"] for line in (copy_of(store, 8) / "records" / "metrics.jsonl").read_text().splitlines()][-1] >= 7
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -64,7 +101,7 @@ def test_a_new_machine_continues_from_the_store_as_if_nothing_had_been_lost(pool
     shutil.rmtree(run)
     code, printed = pool.launch(world_size, run_main, str(config_file), *uploading, *layout)[0]
     assert code == 0, printed
-    assert f"downloaded {run}/checkpoints/step-00000004" in printed and "resumed from" in printed
+    assert f"downloaded {own(run, 4)}" in printed and f"resumed from {own(run, 4)}" in printed
     assert losses(run) == losses(straight)  # of all 8 steps
     one, other = state_of(run, 8), state_of(straight, 8)
     assert all(one[name].equal(other[name]) for name in other)
@@ -78,109 +115,196 @@ def test_a_directory_with_older_checkpoints_gets_the_newer_one(config_file, stor
     shutil.rmtree(run)
     run.with_name("old").rename(run)
     (run / "status.json").unlink()
+    with (run / "metrics.jsonl").open("a") as log:  # of steps that this disk never saved
+        log.write('{"step": 3, "tokens": 1, "loss": 0.5}\n')
     code, printed = run_main(str(config_file), *uploading, "run.steps=6")
-    assert code == 0 and "resumed from " + str(run / "checkpoints" / "step-00000004") in printed
-    assert len(losses(run)) == 6  # the log of steps 3 and 4 came with it
-    before = printed
+    assert code == 0 and f"resumed from {own(run, 4)}" in printed
+    assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6] and 0.5 not in losses(run)
+    assert 0.5 in [record["loss"] for record in map(json.loads, (run / "metrics-before-step-4.jsonl").read_text().splitlines())]
     code, printed = run_main(str(config_file), *uploading)
-    assert code == 0 and "downloading" in before and "downloading" not in printed
+    assert code == 0 and "downloading" not in printed
 
 
-def test_a_damaged_copy_is_passed_over_and_a_torn_one_is_not_seen(config_file, store, uploading, monkeypatch):
-    monkeypatch.setattr("pretrain.transfer.Patience.first_delay", 0.01)
+def test_a_damaged_copy_is_passed_over_and_one_that_is_not_listed_is_not_seen(config_file, store, uploading):
     run = trained(config_file, *uploading, "run.steps=6")
-    copies = store / "run" / "checkpoints"
-    payload = next((copies / "step-00000006").glob("*.distcp"))
-    payload.write_bytes(payload.read_bytes()[:-1] + b"?")
-    torn = copies / "step-00000008"
-    shutil.copytree(copies / "step-00000004", torn)
-    (torn / "manifest.json").unlink()
+    damaged = copy_of(store, 6)
+    spoil(damaged)
+    torn = store / "run" / f"{step_name(8)}-0123456789ab"
+    shutil.copytree(copy_of(store, 4), torn)
     shutil.rmtree(run)
     code, printed = run_main(str(config_file), *uploading)
     assert code == 0, printed
-    assert "step-00000006" in printed and "downloaded 3 times, each time sha256" in printed and "falling back" in printed
-    assert f"resumed from {run}/checkpoints/step-00000004" in printed
-    assert same_files(run / "checkpoints" / "step-00000008", torn)
+    assert damaged.name in printed and "downloaded 3 times, each time sha256" in printed and "falling back" in printed
+    assert f"resumed from {own(run, 4)}" in printed and copies(store) == [6, 8]
+    assert torn.is_dir() and copy_of(store, 6) != damaged
 
 
 def test_where_every_copy_is_damaged_nothing_starts_afresh(config_file, store, uploading):
     run = trained(config_file, *uploading, "run.steps=2")
-    [manifest] = (store / "run" / "checkpoints").glob("*/manifest.json")
-    manifest.write_text("{")
+    (copy_of(store, 2) / "manifest.json").write_text("{")
     shutil.rmtree(run)
-    code, printed = run_main(str(config_file), *uploading)
-    assert code == 1 and "manifest.json: cannot be read" in printed and "nothing was started afresh" in printed
+    said = refused(config_file, *uploading)
+    assert "its content does not match the name of its folder" in said and "nothing was started afresh" in said
     assert not (run / "metrics.jsonl").exists()
+    (copy_of(store, 2) / "manifest.json").unlink()
+    assert "manifest.json: missing, though run.json lists it" in refused(config_file, *uploading)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_damaged_checkpoint_of_the_run_is_renewed_from_its_copy(pool, config_file, store, uploading, world_size):
     layout = () if world_size == 1 else ("parallel.strategy=fsdp",)
     run = train(pool, world_size, config_file, *uploading, *layout, "checkpoint.keep_last=1", "run.steps=4")
-    payload = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
-    payload.write_bytes(payload.read_bytes()[:-1] + b"?")
+    spoil(own(run, 4))
     code, printed = pool.launch(world_size, run_main, str(config_file), *uploading, *layout, "run.steps=6")[0]
-    assert code == 0 and f"resumed from {run}/checkpoints/step-00000004" in printed, printed
+    assert code == 0 and f"resumed from {own(run, 4)}" in printed, printed
     assert "set aside" in printed and (run / "checkpoints" / "damaged-step-00000004").is_dir()
-    assert same_files(store / "run" / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000004")
+    assert same_files(own(run, 4), copy_of(store, 4))
 
 
-def test_going_back_sets_later_copies_aside(config_file, store, uploading):
-    run = trained(config_file, *uploading, "checkpoint.keep_last=0", "run.steps=6")
-    first = (store / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_bytes()
-    back = (*uploading, "checkpoint.keep_last=0", f"run.resume={run}/checkpoints/step-00000002")
+def test_a_copy_that_lost_a_file_is_completed_by_a_run_that_has_it(config_file, store, uploading):
+    run = trained(config_file, *uploading, "run.steps=4")
+    next(copy_of(store, 4).glob("*.distcp")).unlink()
+    trained(config_file, *uploading, "run.steps=4")
+    assert same_files(own(run, 4), copy_of(store, 4))
+
+
+def test_going_back_leaves_later_copies_and_no_start_takes_them(config_file, store, uploading, monkeypatch):
+    kept = (*uploading, "checkpoint.keep_last=0")
+    run = trained(config_file, *kept, "run.steps=6")
+    left = [copy_of(store, step) for step in (4, 6)]
+    back = (*kept, f"run.resume={own(run, 2)}")
     trained(config_file, *back, "run.steps=4")
-    assert checkpoints_in(store) == ["abandoned-step-00000004", "abandoned-step-00000006", "step-00000002", "step-00000004"]
-    aside = store / "run" / "checkpoints" / "abandoned-step-00000006"
-    assert (aside / "manifest.json").read_bytes() == first and same_files(run / "checkpoints" / aside.name, aside)
-    # On another machine the same command goes on with what was saved since, and one that names a copy fetches that as well.
+    assert copies(store) == [2, 4] and all(path.is_dir() for path in left)
+    assert index_of(store).abandoned == tuple(path.name for path in left)
+    # On another machine the same command goes on with what was saved since, and so does one that names no checkpoint.
+    for again in (back, kept):
+        shutil.rmtree(run)
+        code, printed = run_main(str(config_file), *again, "run.steps=4")
+        assert code == 0 and f"resumed from {own(run, 4)}" in printed, printed
+    # One that names a copy gets it, and goes back to it.
+    trained(config_file, *kept)
     shutil.rmtree(run)
-    code, printed = run_main(str(config_file), *back)
-    assert code == 0 and f"resumed from {run}/checkpoints/step-00000004" in printed, printed
-    shutil.rmtree(run)
-    code, printed = run_main(str(config_file), *uploading, "checkpoint.keep_last=0", f"run.resume={run}/checkpoints/step-00000004")
-    assert code == 0 and f"resumed from {run}/checkpoints/step-00000004" in printed, printed
-    assert "abandoned-step-00000008" in checkpoints_in(store)
+    code, printed = run_main(str(config_file), *kept, f"run.resume={own(run, 4)}")
+    assert code == 0 and f"resumed from {own(run, 4)}" in printed, printed
+
+
+def test_going_back_that_is_interrupted_is_not_forgotten(config_file, store, uploading, monkeypatch):
+    """The store had been left, and the run directory had not."""
+    run = trained(config_file, *uploading, "checkpoint.keep_last=0", "run.steps=6")
+
+    def killed(self, *arguments):
+        raise KeyboardInterrupt
+
+    back = (*uploading, "checkpoint.keep_last=0", f"run.resume={own(run, 2)}")
+    with monkeypatch.context() as patched:
+        patched.setattr("pretrain.train.continuation.Continuation.settle", killed)
+        run_main(str(config_file), *back)
+    assert f"run.resume={own(run, 6)} leaves the copies" in refused(config_file, *uploading)
+    trained(config_file, *back)
+    assert copies(store) == [2, 4, 6, 8]
 
 
 def test_an_upload_that_fails_costs_no_step_and_is_made_up_for(config_file, store, uploading, monkeypatch):
     upload, failing = Remote.upload, [True]
 
-    def unlucky(self, path, url):
+    def unlucky(self, path, url, *more):
         if "step-00000004" in url and failing[0]:
             raise RuntimeError("the bucket is on fire")
-        upload(self, path, url)
+        upload(self, path, url, *more)
 
     monkeypatch.setattr(Remote, "upload", unlucky)
     run = trained(config_file, *uploading, "run.steps=6")
-    assert checkpoints_in(store) == ["step-00000002", "step-00000006"]
+    assert copies(store) == [2, 6]
     said = (run / "logs" / "rank-0.log").read_text()
     assert "the bucket is on fire; " in said and "step-00000004 itself is good" in said
     shutil.rmtree(store)
     shutil.rmtree(run)
-    code, printed = run_main(str(config_file), *uploading, "run.steps=4")
-    assert code == 1 and "the bucket is on fire" in printed  # the last one
+    assert "the bucket is on fire" in refused(config_file, *uploading, "run.steps=4")  # the last one
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
     failing[0] = False
     trained(config_file, *uploading, "run.steps=4")
-    assert "step-00000004" in checkpoints_in(store)
+    assert 4 in copies(store)
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
 
+def test_what_is_kept_for_ever_is_made_up_for_even_by_a_later_start(config_file, store, uploading, monkeypatch):
+    upload = Remote.upload
+
+    def unlucky(self, path, url, *more):
+        if "step-00000004" in url:
+            raise RuntimeError("the bucket is on fire")
+        upload(self, path, url, *more)
+
+    kept = (*uploading, "checkpoint.keep_last=1", "checkpoint.keep_every_steps=4")
+    with monkeypatch.context() as patched:
+        patched.setattr(Remote, "upload", unlucky)
+        assert "the bucket is on fire" in refused(config_file, *kept, "run.steps=6")
+    assert copies(store) == [6]
+    trained(config_file, *kept)
+    assert copies(store) == [4, 8]
+
+
+def test_copies_that_cannot_be_removed_are_a_warning(config_file, store, uploading, monkeypatch):
+    def refuse(self, url):
+        raise PermissionError("no right to delete")
+
+    monkeypatch.setattr(Remote, "remove_folder", refuse)
+    run = trained(config_file, *uploading)
+    assert "older copies could not be removed: no right to delete" in (run / "logs" / "rank-0.log").read_text()
+    assert copies(store) == [6, 8]
+
+
 def test_a_start_that_was_replaced_copies_nothing_any_more(config_file, store, uploading, monkeypatch):
-    """A machine that was thought dead must not write over what its successor saves."""
-    retire, others = StoredRun.retire, []
+    """A machine that was thought dead must not write over what its successor saves; also if it was in the middle of a copy."""
+    upload, others = Remote.upload, []
 
-    def replaced(self, newest, policy, skipped):
-        retire(self, newest, policy, skipped)
-        if not others:
+    def replaced(self, path, url, *more):
+        upload(self, path, url, *more)
+        if "step-00000004" in url and not others:
             others.append(StoredRun(f"file://{store}", "run"))
-            others[0].begin("another", 10**6)
+            others[0].take_over("another", index_of(store).timeline, 2)
 
-    monkeypatch.setattr(StoredRun, "retire", replaced)
-    code, printed = run_main(str(config_file), *uploading)
-    assert code == 1 and "belongs to another start of this run" in printed and "end one of the two" in printed
-    assert checkpoints_in(store) == ["step-00000002"]
+    monkeypatch.setattr(Remote, "upload", replaced)
+    said = refused(config_file, *uploading)
+    assert "is of another start of this run" in said and "end one of the two" in said
+    assert copies(store) == [2] and index_of(store).start == "another"
+
+
+def test_two_machines_that_went_on_from_one_copy_are_told_apart(config_file, store, uploading):
+    """The one that comes back has later steps than the other's copies, which it must not put aside unasked."""
+    run = trained(config_file, *uploading, "checkpoint.keep_last=0", "run.steps=2")
+    first = run.with_name("first")
+    shutil.copytree(run, first)
+    trained(config_file, *STEPS, "checkpoint.keep_last=0", "run.steps=6")  # without a network, so to say
+    run.rename(run.with_name("ahead"))
+    first.rename(run)
+    trained(config_file, *uploading, "checkpoint.keep_last=0", "run.steps=4")
+    shutil.rmtree(run)
+    run.with_name("ahead").rename(run)
+    said = refused(config_file, *uploading)
+    assert f"{own(run, 6)} is not of the time line" in said and f"run.resume={own(run, 6)} leaves the copies" in said
+    assert copies(store) == [2, 4]
+    trained(config_file, *uploading, f"run.resume={own(run, 6)}")
+    assert copies(store) == [6, 8] and len(index_of(store).abandoned) == 1
+
+
+def test_a_restart_keeps_the_copy_from_before_skipped_steps(config_file, store, uploading, monkeypatch):
+    from pretrain.train.trainer import Trainer
+
+    settle = Trainer.settle
+
+    def refuse(self, step):
+        if step.number in (3, 4):
+            step.figures.read()["objective"].fill_(float("nan"))
+        return settle(self, step)
+
+    options = (*uploading, "checkpoint.keep_last=1", "optim.skip_nonfinite=5", "run.steps=4")
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "settle", refuse)
+        run = trained(config_file, *options)
+    assert names(run) == [step_name(2), step_name(4)] and copies(store) == [2, 4]
+    trained(config_file, *options)
+    assert copies(store) == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -188,50 +312,113 @@ def test_a_start_that_was_replaced_copies_nothing_any_more(config_file, store, u
     [
         ("runs/copies", "is no URL; give s3://"),
         ("https://host/runs", "checkpoints cannot be written there"),
+        ("S3://bucket/runs", "checkpoints cannot be written there"),
         ("zip://a::file:///b", "checkpoints cannot be written there"),
+        ("s3://", "names no folder"),
+        ("file://runs", "names no folder"),
+        ("file://{runs}", "is run.dir itself"),
     ],
 )
 def test_a_place_that_is_no_store_is_refused(config_file, place, said):
-    code, printed = run_main(str(config_file), f"checkpoint.upload={place}", "run.steps=2")
-    assert code == 2 and said in printed and "checkpoint.upload" in printed
+    line = refused(config_file, f"checkpoint.upload={place.format(runs=config_file.parent / 'runs')}", "run.steps=2")
+    assert said in line and "checkpoint.upload" in line
 
 
-def test_a_store_that_cannot_be_written_to_ends_the_start(config_file, tmp_path):
+def test_a_store_that_cannot_be_written_to_ends_the_start(config_file, store, tmp_path):
     (tmp_path / "file").write_text("")
-    code, printed = run_main(str(config_file), f"checkpoint.upload=file://{tmp_path}/file/runs", *STEPS)
-    assert code == 1 and printed.splitlines()[-1].startswith("error: checkpoint.upload: "), printed
+    line = refused(config_file, f"checkpoint.upload=file://{tmp_path}/file/runs", *STEPS)
+    assert line.startswith("error: checkpoint.upload: "), line
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"format": "pretrain-copies", "version": 2}', b"[" * 100_000, b'{"format": "pretrain-copies", "version": 1, "copies": 3}']
+)
+def test_a_strange_index_is_refused_in_one_line(config_file, store, uploading, content):
+    (store / "run").mkdir(parents=True)
+    (store / "run" / "run.json").write_bytes(content)
+    assert f"checkpoint.upload: file://{store}/run/run.json: cannot be read" in refused(config_file, *uploading)
+
+
+@pytest.mark.parametrize("name", ["", ".", "../up", "/abs", "a/../b", "nul\0", "\ud800", "x" * 300])
+def test_a_hostile_manifest_names_no_file_outside(config_file, store, uploading, name):
+    run = trained(config_file, *uploading, "run.steps=2")
+    copy = copy_of(store, 2)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 3, "sha256": "0" * 64}
+    content = json.dumps(manifest).encode()
+    import hashlib
+
+    folder = f"{step_name(2)}-{hashlib.sha256(content).hexdigest()[:12]}"
+    (copy / "manifest.json").write_bytes(content)
+    copy.rename(copy.with_name(folder))
+    index = (store / "run" / "run.json").read_text().replace(copy.name, folder)
+    (store / "run" / "run.json").write_text(index)
+    shutil.rmtree(run)
+    assert "its list of files is damaged" in refused(config_file, *uploading)
+
+
+def test_a_copy_of_another_run_is_not_left_in_the_run_directory(config_file, store, uploading):
+    run = trained(config_file, *uploading, "run.steps=2")
+    shutil.rmtree(run)
+    assert "model.dim" in refused(config_file, *uploading, "model.dim=64")
+    assert names(run) == [] and not (run / "metrics.jsonl").exists() and copies(store) == [2]
 
 
 def test_never_refuses_a_store_that_has_the_run_and_a_check_says_what_would_be_downloaded(config_file, store, uploading):
     run = trained(config_file, *uploading, "run.steps=2")
     shutil.rmtree(run)
-    code, printed = run_main(str(config_file), *uploading, "run.resume=never")
-    assert code == 1 and f"run.resume=never, but file://{store}/run has checkpoints up to step-00000002" in printed
+    assert f"run.resume=never, but file://{store}/run has checkpoints up to step-00000002" in refused(config_file, *uploading, "run.resume=never")
     code, printed = run_main(str(config_file), *uploading, "--check")
-    assert code == 0 and f"would download step-00000002 from file://{store}/run, and resume from it" in printed
+    assert code == 0 and "would download step-00000002-" in printed and "and resume from it" in printed
     assert not (run / "checkpoints").exists()
 
 
 def test_slow_copying_leaves_out_checkpoints_and_never_one_that_is_kept_for_ever(config_file, store, uploading, monkeypatch):
     upload, offer, free, seen = StoredRun.upload, Uploads.offer, threading.Event(), []
 
-    def slow(self, checkpoint):
+    def slow(self, checkpoint, *more):
         free.wait(60)
-        upload(self, checkpoint)
         seen.append(checkpoint.name)
+        return upload(self, checkpoint, *more)
 
-    def offered(self, checkpoint, skipped):
-        offer(self, checkpoint, skipped)
+    def offered(self, checkpoint):
+        offer(self, checkpoint)
         if checkpoint.name == "step-00000008":
             free.set()
 
     monkeypatch.setattr(StoredRun, "upload", slow)
     monkeypatch.setattr(Uploads, "offer", offered)
     run = trained(config_file, *uploading, "checkpoint.keep_last=1", "checkpoint.keep_every_steps=4")
-    assert seen == ["step-00000002", "step-00000004", "step-00000008"]
+    assert seen == [step_name(2), step_name(8), step_name(4)]
     assert "step-00000006 is not copied, because" in (run / "logs" / "rank-0.log").read_text()
-    assert checkpoints_in(store) == ["step-00000004", "step-00000008"]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    assert copies(store) == [4, 8] and names(run) == [step_name(4), step_name(8)]
+
+
+def test_a_run_that_fails_says_why_before_it_waits_for_an_upload(config_file, store, uploading, monkeypatch):
+    upload, said = StoredRun.upload, []
+
+    def slow(self, checkpoint, *more):
+        for _ in range(200):
+            log = config_file.parent / "runs" / "run" / "logs" / "rank-0.log"
+            if "the batch is on fire" in log.read_text():
+                said.append(time.monotonic())
+                break
+            time.sleep(0.05)
+        return upload(self, checkpoint, *more)
+
+    def broken(self, step, *more):
+        if step.number == 3:
+            raise RuntimeError("the batch is on fire")
+        return settle(self, step, *more)
+
+    from pretrain.train.trainer import Trainer
+
+    settle = Trainer.settle
+    monkeypatch.setattr(StoredRun, "upload", slow)
+    monkeypatch.setattr(Trainer, "settle", broken)
+    with pytest.raises(RuntimeError):
+        run_main(str(config_file), *uploading)
+    assert said and copies(store) == [2]
 
 
 @pytest.fixture(scope="module")
@@ -244,21 +431,22 @@ def test_s3_keeps_a_run_through_failures_that_pass(server, config_file, tmp_path
     """Uploaded, removed and downloaded again through a server that answers 503, breaks connections and sends a wrong bit."""
     proxy, client = server
     use_server(monkeypatch, tmp_path, proxy.url)
-    monkeypatch.setattr("pretrain.transfer.Patience.first_delay", 0.01)
+    monkeypatch.setattr("pretrain.transfer.Patience", lambda: QUICK)
     settings = (*STEPS, "checkpoint.upload=s3://models/runs", "checkpoint.asynchronous=true")
     straight = trained(config_file, *STEPS)
     expected = losses(straight), state_of(straight, 8)
     shutil.rmtree(straight)
-    proxy.put_faults |= {"0.distcp": [503, "reset"], "step-00000002/manifest.json": [500], "starts.jsonl": ["reset"]}
+    proxy.put_faults |= {"0.distcp": [503, "reset"], "manifest.json": [500], "starts.jsonl": ["reset"], "run.json": [503]}
     run = trained(config_file, *settings, "run.steps=6")
     assert not any(proxy.put_faults.values())
-    own = run / "checkpoints" / "step-00000006"  # of those before, some may have come too late
-    for path in own.rglob("*"):
+    index = CopiesIndex.parse(client.get_object(Bucket="models", Key="runs/run/run.json")["Body"].read())
+    assert index.copies[-1].step == 6  # of those before, some may have come too late
+    for path in own(run, 6).rglob("*"):
         if path.is_file():
-            stored = client.get_object(Bucket="models", Key=f"runs/run/checkpoints/{own.name}/{path.relative_to(own)}")
-            assert stored["Body"].read() == path.read_bytes()
+            key = f"runs/run/{index.copies[-1].folder}/{path.relative_to(own(run, 6))}"
+            assert client.get_object(Bucket="models", Key=key)["Body"].read() == path.read_bytes()
     shutil.rmtree(run)
-    proxy.faults |= {"0.distcp": [503, "wrong"], "state.json": ["truncate"], "starts.jsonl": ["reset"]}
+    proxy.faults |= {"0.distcp": [503, "wrong"], "state.json": ["truncate"], "starts.jsonl": ["reset"], "run.json": [500]}
     trained(config_file, *settings)
     assert not any(proxy.faults.values())
     assert losses(run) == expected[0]
@@ -266,12 +454,25 @@ def test_s3_keeps_a_run_through_failures_that_pass(server, config_file, tmp_path
     assert all(one[name].equal(tensor) for name, tensor in expected[1].items())
 
 
+def test_the_name_of_a_run_is_no_pattern_on_s3(server, config_file, tmp_path, monkeypatch):
+    """`exp[12]` removed the copies of exp1 and exp2."""
+    proxy, client = server
+    use_server(monkeypatch, tmp_path, proxy.url)
+    options = (*STEPS, "run.steps=4", "checkpoint.keep_last=1", "checkpoint.upload=s3://models/names")
+    for name in ("exp1", "exp[12]", "exp*"):
+        assert run_main(str(config_file), *options, f"run.name={name}")[0] == 0
+    found = {item["Key"] for item in client.list_objects_v2(Bucket="models", Prefix="names/")["Contents"]}
+    for name in ("exp1", "exp[12]", "exp*"):
+        steps = {key.split("/")[2].split("-")[1] for key in found if key.startswith(f"names/{name}/step-")}
+        assert steps == {"00000004"}
+
+
 def test_a_bucket_that_is_not_there_or_refuses_ends_the_start_in_one_line(server, config_file, tmp_path, monkeypatch):
     proxy, _ = server
     use_server(monkeypatch, tmp_path, proxy.url)
-    code, printed = run_main(str(config_file), *STEPS, "checkpoint.upload=s3://nobucket/runs")
-    assert code == 1 and printed.splitlines()[-1].startswith("error: checkpoint.upload: s3://nobucket/runs/run/owner.json: "), printed
-    proxy.put_faults["owner.json"] = [403]
-    code, printed = run_main(str(config_file), *STEPS, "checkpoint.upload=s3://models/others")
-    assert code == 1 and "access refused" in printed and "set the credentials" in printed
+    line = refused(config_file, *STEPS, "checkpoint.upload=s3://nobucket/runs")
+    assert line.startswith("error: checkpoint.upload: s3://nobucket/runs/run/run.json: "), line
+    proxy.put_faults["run.json"] = [403]
+    line = refused(config_file, *STEPS, "checkpoint.upload=s3://models/others")
+    assert "access refused" in line and "set the credentials" in line
     assert not list((config_file.parent / "runs" / "run").glob("checkpoints/step-*"))

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pretrain.errors import DataError, say, without_secrets
-from pretrain.transfer import Remote, is_url, judged
+from pretrain.store_errors import judged
+from pretrain.transfer import Remote, is_url
 
 _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.errors import DataError, UserError
-from pretrain.transfer import judged
+from pretrain.store_errors import judged
 
 _BUFFER = 1 << 18
 _ZSTD_CHUNK = 1 << 15

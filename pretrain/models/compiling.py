@@ -97,6 +97,11 @@ def compile_strictly(
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             # torch would compile backward when it comes to it, where nothing below would meet an error.
             torch._functorch.config.force_non_lazy_backward_lowering = True
+            from torch._inductor.graph import GraphLowering
+
+            from pretrain.models.compiled_order import check_waits
+
+            GraphLowering.save_output_code = staticmethod(check_waits)
             if not torch.cuda.is_available():  # beside a GPU, little is compiled for the CPU
                 look_at_the_cpu(remedy)
         if config.optimize_ddp != cuts_for_ddp:

@@ -143,6 +143,37 @@ class Remote:
         else:
             self._ask(url, lambda system, place: system.pipe_file(place, content), "written")
 
+    def update(self, url: str, change: Callable[[bytes | None], bytes]) -> None:
+        """Replace a small file by what `change` makes of its content, None where it is missing. Each attempt reads it anew. Raises DataError, and what
+        `change` raises.
+        """
+
+        def attempt() -> None:
+            try:
+                content = b"".join(self._chunks(url, lambda: False))
+            except FileNotFoundError:
+                content = None
+            made = change(content)
+            try:
+                system, place = self.system(url)
+                _replace(place, made) if protocol_of(url) == "file" else system.pipe_file(place, made)
+            except Exception as error:
+                raise judged(url, error, "written") from error
+
+        self.persist(url, attempt)
+
+    def names(self, url: str) -> list[str]:
+        """Names in the directory, sorted; empty if it is missing. Raises DataError."""
+
+        def listing(system: Any, place: str) -> list[str]:
+            system.invalidate_cache()
+            return sorted(found.rstrip("/").rsplit("/", 1)[-1] for found in system.ls(place, detail=False))
+
+        try:
+            return self._ask(url, listing)
+        except FileNotFoundError:
+            return []
+
     def size(self, url: str) -> int | None:
         """Bytes of the file at the URL, or None if it is missing. Raises DataError."""
         try:

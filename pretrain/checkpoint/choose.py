@@ -301,6 +301,12 @@ def descends(later: dict[str, Any], earlier: dict[str, Any]) -> bool:
     return parts[0] == parts[1]
 
 
+def continues(later: Any, earlier: Any) -> bool:
+    """Whether a time line begins with all starts of another one."""
+    starts, first = (_timeline({"timeline": line}) or [] for line in (later, earlier))
+    return [start for _, start, _ in starts[: len(first)]] == [start for _, start, _ in first]
+
+
 def is_of_line(checkpoint: Path, state: dict[str, Any]) -> bool:
     """Whether a state descends from a checkpoint, which is not verified (see `descends`)."""
     return descends(state, _peek(checkpoint))
@@ -310,5 +316,5 @@ def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
     """The starts that led to a state: from which step, which, whether it went back there. None where the state does not say."""
     try:
         return [(int(part["from"]), str(part["start"]), bool(part.get("back"))) for part in state["timeline"]]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

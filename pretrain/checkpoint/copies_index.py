@@ -18,6 +18,11 @@ FORMAT, VERSION = "pretrain-copies", 1
 _FOLDER = re.compile(r"step-([0-9]{8,18})-[0-9a-f]{12}")
 
 
+def is_folder_of_copy(name: str) -> bool:
+    """Whether a folder of this name is a copy, perhaps an unfinished one."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class Copy:
     """A complete copy of a checkpoint. `skipped`: steps in a row that were skipped before it. `timeline`: as its state.json has it."""
@@ -57,8 +62,9 @@ class CopiesIndex:
         """With one more. It takes the place of another one of its step, which is abandoned."""
         others = [other for other in self.copies if other.step != copy.step]
         left = [other.folder for other in self.copies if other.step == copy.step and other.folder != copy.folder]
+        abandoned = [folder for folder in self.abandoned if folder != copy.folder]
         copies = sorted([*others, copy], key=lambda one: one.step)
-        return dataclasses.replace(self, copies=tuple(copies), abandoned=(*self.abandoned, *left))
+        return dataclasses.replace(self, copies=tuple(copies), abandoned=(*abandoned, *left))
 
     def without(self, gone: Iterable[Copy]) -> CopiesIndex:
         """Without some of the copies."""
@@ -72,7 +78,7 @@ class CopiesIndex:
     @classmethod
     def parse(cls, content: bytes) -> CopiesIndex:
         """From the content of run.json. Raises ValueError, or RecursionError, for anything else."""
-        found = json.loads(content, object_pairs_hook=unrepeated)
+        found = json.loads(content, object_pairs_hook=unrepeated, parse_constant=_refuse_constant)
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise ValueError(f"not a {FORMAT}")
         if (version := found.pop("version", None)) != VERSION:
@@ -86,6 +92,10 @@ class CopiesIndex:
         if not all(isinstance(name, str) for name in found["abandoned"]):
             raise ValueError("`abandoned` is no list of names")
         return cls(**{**found, "abandoned": tuple(found["abandoned"])}, copies=copies)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def _copy_of(found: Any) -> Copy:

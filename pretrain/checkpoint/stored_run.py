@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -19,42 +20,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.choose import descends, goes_back_to
-from pretrain.checkpoint.copies_index import CopiesIndex, Copy
+from pretrain.checkpoint.choose import continues, descends, goes_back_to
+from pretrain.checkpoint.copies_index import CopiesIndex, Copy, is_folder_of_copy
 from pretrain.checkpoint.retention import outdated
 from pretrain.checkpoint.sending import all_at_once
+from pretrain.checkpoint.store_url import KEY
+from pretrain.checkpoint.undo import Undo
 from pretrain.config.schema import Checkpoint, Config
 from pretrain.distributed.long_waits import while_alive
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, ConfigError, DataError, without_secrets
+from pretrain.errors import CheckpointError, DataError, UserError, without_secrets
 from pretrain.storage import exists, flush, make_directory, real, unrepeated
 from pretrain.store_errors import WrongContentError
-from pretrain.transfer import Remote, is_url
+from pretrain.transfer import Remote
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KEY = "checkpoint.upload"
 INDEX = "run.json"
 RECORDS = ("starts.jsonl", "metrics.jsonl", "evaluations.jsonl", "trackers.json")
 """Files of the run directory that are copied with each checkpoint."""
-_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file")
-
-
-def check_store(config: Config) -> None:
-    """Raise ConfigError for a `checkpoint.upload` that is no object store to write to."""
-    url = config.checkpoint.upload
-    shown = without_secrets(url)
-    remedy = "give s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
-    if not is_url(url):
-        raise ConfigError(f"{KEY}={shown}: is no URL; {remedy}", KEY)
-    protocol, _, place = url.partition("://")
-    if "::" in url or protocol not in _STORES:
-        raise ConfigError(f"{KEY}={shown}: checkpoints cannot be written there; {remedy}", KEY)
-    if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
-        raise ConfigError(f"{KEY}={shown}: names no folder; {remedy}", KEY)
-    if protocol == "file" and real(Path(place)) == real(Path(config.run.dir)):
-        raise ConfigError(f"{KEY}={shown}: is run.dir itself; give a folder on another disk", KEY)
 
 
 def stored_run(config: Config) -> StoredRun | None:
@@ -79,8 +64,10 @@ class StoredRun:
 
     def index(self) -> CopiesIndex | None:
         """What run.json says; None if there is none, as before the first copy."""
+        return self._parsed(self._read(f"{self.url}/{INDEX}"))
+
+    def _parsed(self, content: bytes | None) -> CopiesIndex | None:
         url = f"{self.url}/{INDEX}"
-        content = self._read(url)
         try:
             return None if content is None else CopiesIndex.parse(content)
         except (ValueError, RecursionError) as error:
@@ -109,20 +96,26 @@ class StoredRun:
 
     def take_over(self, start: str, timeline: list[dict[str, Any]], step: int) -> None:
         """Say that this start may write here from now on, which goes on from `step`. Copies that are not in its past are listed as abandoned."""
-        before = self.index() or CopiesIndex()
-        kept = [copy for copy in before.copies if copy.step <= step and descends({"timeline": timeline}, copy.state)]
-        left = [copy.folder for copy in before.copies if copy not in kept]
+
+        def taken_over(content: bytes | None) -> bytes:
+            before = self._parsed(content) or CopiesIndex()
+            kept = [copy for copy in before.copies if copy.step <= step and descends({"timeline": timeline}, copy.state)]
+            left[:] = [copy.folder for copy in before.copies if copy not in kept]
+            return CopiesIndex.of_start(start, timeline, kept, dict.fromkeys([*before.abandoned, *left])).to_json()
+
+        left: list[str] = []
+        with self._named():
+            self.remote.update(f"{self.url}/{INDEX}", taken_over)
         for folder in left:
             log.warning(
                 "%s/%s is of a time line that the run leaves; it stays there, and no start takes it any more",
                 self.shown,
                 folder,
             )
-        self._write(CopiesIndex.of_start(start, timeline, kept, [*before.abandoned, *left]))
 
-    def _own_index(self, start: str) -> CopiesIndex:
+    def _own_index(self, start: str, content: bytes | None) -> CopiesIndex:
         """run.json, which has to be of this start. Raises CheckpointError if another one has taken over."""
-        index = self.index()
+        index = self._parsed(content)
         if index is None or index.start != start:
             other = "is gone" if index is None else f"is of another start of this run (host {index.host}, since {index.since})"
             raise CheckpointError(
@@ -130,9 +123,10 @@ class StoredRun:
             )
         return index
 
-    def _write(self, index: CopiesIndex) -> None:
+    def _change(self, start: str, change: Callable[[CopiesIndex], CopiesIndex]) -> None:
+        """Replace run.json. Each attempt looks anew whether it is still of this start."""
         with self._named():
-            self.remote.write(index.to_json(), f"{self.url}/{INDEX}")
+            self.remote.update(f"{self.url}/{INDEX}", lambda content: change(self._own_index(start, content)).to_json())
 
     def upload(self, checkpoint: Path, records: Path, start: str) -> bool:
         """Copy a checkpoint and the run's `records`. Whether anything had to be sent: a copy that is whole stays as it is."""
@@ -144,7 +138,7 @@ class StoredRun:
             state.get("timeline") or [],
         )
         listed = files.read_manifest(checkpoint)
-        place, has = f"{self.url}/{copy.folder}", copy in self._own_index(start).copies
+        place, has = f"{self.url}/{copy.folder}", copy in self._own_index(start, self._read(f"{self.url}/{INDEX}")).copies
         with self._named():
             wanted = {name: item["bytes"] for name, item in listed.items()}
             missing = [name for name, size in wanted.items() if not has or self.remote.size(f"{place}/{name}") != size]
@@ -157,17 +151,17 @@ class StoredRun:
                 with contextlib.suppress(FileNotFoundError):
                     self.remote.write((records / name).read_bytes(), f"{place}/records/{name}")
             self.remote.write(manifest, f"{place}/{files.MANIFEST}")
-        self._write(self._own_index(start).with_copy(copy))
+        self._change(start, lambda index: index.with_copy(copy))
         return True
 
     def retire(self, policy: Checkpoint, start: str) -> None:
         """Remove the copies that the policy no longer keeps (`checkpoint.keep_last`)."""
-        index = self._own_index(start)
+        index = self._own_index(start, self._read(f"{self.url}/{INDEX}"))
         by_path = {Path(files.step_name(copy.step)): copy for copy in index.copies}
         newest, skipped = Path(files.step_name(index.copies[-1].step)), index.copies[-1].skipped
         gone = [by_path[path] for path in outdated([*by_path], newest, policy.keep_last, policy.keep_every_steps, skipped)]
         if gone:
-            self._write(index.without(gone))
+            self._change(start, lambda index: index.without(gone))
         for copy in gone:
             with self._named():
                 self.remote.remove_folder(f"{self.url}/{copy.folder}")
@@ -179,78 +173,97 @@ class StoredRun:
 
         Raises CheckpointError if the run directory has left the time line of the copies, and if `run.resume` is `never` and there are copies.
         """
-        index = self.index()
+        index, own, named = self.index(), files.complete_checkpoints(folder), _named_step(folder, resume)
         if index is None or not index.copies:
+            if not own:
+                self._refuse_lost(index)
             return []
         if resume == "never":
             raise CheckpointError(
                 f"run.resume=never, but {self.shown} has checkpoints up to {index.copies[-1].folder}; choose another run.name or {KEY}, or "
                 "run.resume=auto to continue"
             )
-        own, named = files.complete_checkpoints(folder), _named_step(folder, resume)
-        has_named = named is not None and exists(folder / files.step_name(named))
-        if has_named and not goes_back_to(index.timeline, named):
-            return []
+        if named is not None and not goes_back_to(index.timeline, named):
+            has_named = exists(folder / files.step_name(named))
+            return [copy for copy in index.copies if copy.step == named and not has_named]
         if own and named is None:
             self._check_line(own[-1], index)
         after = files.step_of(own[-1]) if own else -1
-        return [copy for copy in reversed(index.copies) if copy.step > after or (copy.step == named and not has_named)]
+        return [copy for copy in reversed(index.copies) if copy.step > after]
+
+    def _refuse_lost(self, index: CopiesIndex | None) -> None:
+        """Raise CheckpointError where no copy is listed, and there are some."""
+        with self._named():
+            left = list(index.abandoned) if index else [name for name in self.remote.names(self.url) if is_folder_of_copy(name)]
+        if left:
+            why = "are of time lines that the run has left" if index else f"are there without {INDEX}"
+            raise CheckpointError(
+                f"{KEY}: {self.shown} has copies that {why} (up to {left[-1]}), and no other one: to start afresh, choose another run.name or {KEY}; "
+                f"to go on from one of them, download it to checkpoints/{left[-1].rpartition('-')[0]} of the run directory"
+            )
 
     def _check_line(self, newest: Path, index: CopiesIndex) -> None:
         try:
             state = files.load_state(newest)
         except CheckpointError:  # it is damaged, which is found out later
             return
-        if not descends({"timeline": index.timeline}, state):
+        # A run that went on for a while without copying is ahead of them.
+        if not continues(state.get("timeline"), index.timeline) and not descends({"timeline": index.timeline}, state):
             raise CheckpointError(
                 f"{newest} is not of the time line that {self.shown} has: another start (host {index.host}, since {index.since}) went on from an earlier "
                 f"step, up to {index.copies[-1].folder}. Say which one is continued: run.resume={newest} leaves the copies; to continue those, move "
-                f"{newest.parent} away"
+                f"{newest.parents[1]} away"
             )
 
-    def fetch(self, directory: Path, resume: str, ranks: Ranks) -> list[Path]:
-        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified. What was made.
+    def fetch(self, directory: Path, resume: str, ranks: Ranks) -> Undo:
+        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified. What takes it back.
 
         A copy that is damaged is passed over with a warning. Raises CheckpointError if no other checkpoint is left, and for what cannot be reached.
         """
+        undo = Undo()
+        try:
+            self._fetch_first(directory, resume, ranks, undo)
+        except UserError:
+            undo.run(ranks)
+            raise
+        return undo
+
+    def _fetch_first(self, directory: Path, resume: str, ranks: Ranks, undo: Undo) -> None:
         folder = directory / "checkpoints"
-        lacking = self._on_main("look into the object store", lambda: self.lacking(folder, resume), ranks)
-        problem, made = None, []
-        for copy in lacking:
-            is_named = copy.step == _named_step(folder, resume)
-            if made and not is_named:
-                continue
-            problem = self._fetch(copy, directory, ranks, made)
-            if problem is not None and is_named:
+        named, problem = _named_step(folder, resume), None
+        for copy in self._on_main("look into the object store", lambda: self.lacking(folder, resume), ranks):
+            problem = self._fetch(copy, directory, ranks, undo)
+            if problem is None:
+                return
+            if copy.step == named:
                 raise CheckpointError(f"{problem}; run.resume names it, so no other one was tried")
-            if problem is not None and ranks.is_main:
+            if ranks.is_main:
                 log.warning("damaged checkpoint: %s; falling back to the one before", problem)
         has_own = ranks.on_main(
             "sight of checkpoints", lambda: bool(files.complete_checkpoints(folder)), CheckpointError, storage=True
         )
         if problem is not None and not has_own:
             raise CheckpointError(f"{problem}; no earlier checkpoint is left to fall back to, and nothing was started afresh")
-        return made
 
     def renew(self, checkpoint: Path, ranks: Ranks) -> bool:
         """Put the copy in the place of a damaged checkpoint of the run directory, which is set aside. Whether there is an intact copy."""
 
         def look() -> Copy | None:
             index = self.index() or CopiesIndex()
-            return next((copy for copy in index.copies if copy.step == files.step_of(checkpoint)), None)
+            return next((copy for copy in index.copies if _is_copy_of(copy, checkpoint)), None)
 
         copy = self._on_main("look for an intact copy", look, ranks)
         if copy is None:
             return False
         if ranks.is_main:
             log.warning("%s is damaged; its copy in %s takes its place", checkpoint, self.shown)
-        problem = self._fetch(copy, checkpoint.parents[1], ranks, [])
+        problem = self._fetch(copy, checkpoint.parents[1], ranks, Undo())
         if problem is not None and ranks.is_main:
             log.warning("damaged checkpoint: %s", problem)
         return problem is None
 
-    def _fetch(self, copy: Copy, directory: Path, ranks: Ranks, made: list[Path]) -> str | None:
-        """Download one copy, and the records with it; what is wrong with it, or None. `made` gets the paths that are new."""
+    def _fetch(self, copy: Copy, directory: Path, ranks: Ranks, undo: Undo) -> str | None:
+        """Download one copy, and the records with it; what is wrong with it, or None. `undo` gets what takes it back."""
         target = directory / "checkpoints" / files.step_name(copy.step)
         started, writing = time.monotonic(), files.writing_directory_of(target)
         found = self._on_main("manifest of a copy", lambda: self._begin(copy, writing), ranks)
@@ -271,7 +284,7 @@ class StoredRun:
             ranks.on_main("end of a download", lambda: files.remove(writing), CheckpointError, storage=True)
             return problems[0]
         # The records come first: a start that ends in between downloads both again.
-        records = self._on_main("records of a copy", lambda: self._fetch_records(copy, directory), ranks)
+        self._on_main("records of a copy", lambda: self._fetch_records(copy, directory, undo), ranks)
 
         def commit() -> None:
             (writing / files.MANIFEST).write_bytes(manifest)
@@ -283,7 +296,7 @@ class StoredRun:
             log.info("downloaded %s (%.1f s)", target, time.monotonic() - started)
 
         ranks.on_main("commit of a download", commit, CheckpointError, storage=True)
-        made += [target, *records]
+        undo.made.append(target)
         return None
 
     def _begin(self, copy: Copy, writing: Path) -> tuple[bytes, dict[str, dict[str, Any]]] | str:
@@ -333,28 +346,42 @@ class StoredRun:
         flush(path)
         return None
 
-    def _fetch_records(self, copy: Copy, directory: Path) -> list[Path]:
-        """Put the records of a copy into the run directory, and keep what was there under another name. Those that were not there before."""
-        made = []
+    def _fetch_records(self, copy: Copy, directory: Path, undo: Undo) -> None:
+        """Put the records of a copy into the run directory, and keep what was there under another name."""
         for name in RECORDS:
             path, content = directory / name, self._read(f"{self.url}/{copy.folder}/records/{name}")
             if content is None:
                 continue
             before = path.read_bytes() if exists(path) else None
             if before is not None and not content.startswith(before):
-                kept = path.with_name(f"{path.stem}-before-step-{copy.step}{path.suffix}")
+                stem = f"{path.stem}-before-step-{copy.step}"
+                names = itertools.chain([stem], (f"{stem}.{number}" for number in itertools.count(1)))
+                kept = next(place for name in names if not exists(place := path.with_name(f"{name}{path.suffix}")))
                 kept.write_bytes(before)
+                undo.made.append(kept)
                 log.warning("%s has lines that the run in %s does not have; they are kept as %s", path, self.shown, kept.name)
-            if before is None:
-                made.append(path)
+            undo.replaced.append((path, before))
             path.write_bytes(content)
             flush(path)
-        return made
 
     def _on_main(self, name: str, action: Callable[[], T], ranks: Ranks) -> T:
         """What `action`, which waits for the network, returns on the main rank, on all ranks."""
         own = ranks.attempt(name, lambda: while_alive(name, action if ranks.is_main else lambda: None, ranks), CheckpointError)
         return ranks.gather(name, own)[0]
+
+
+def _is_copy_of(copy: Copy, checkpoint: Path) -> bool:
+    """Whether a copy was made of this checkpoint, which is damaged: by its manifest, or else by its state."""
+    try:
+        files.read_manifest(checkpoint)
+        return copy.folder == f"{checkpoint.name}-{_digest((checkpoint / files.MANIFEST).read_bytes())}"
+    except (CheckpointError, OSError):
+        pass
+    try:
+        state = files.load_state(checkpoint)
+    except CheckpointError:
+        return False
+    return state["step"] == copy.step and state.get("timeline") == copy.timeline
 
 
 def _named_step(folder: Path, resume: str) -> int | None:

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.stored_run import KEY, StoredRun
+from pretrain.checkpoint.store_url import KEY
+from pretrain.checkpoint.stored_run import StoredRun
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError, line_of
 
@@ -29,6 +30,7 @@ class Uploads:
         self._newest: Path | None = None
         self._done: set[str] = set()
         self._tried: set[str] = set()
+        self._verified: set[str] = set()
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -43,6 +45,7 @@ class Uploads:
         """Copy a checkpoint that is complete, beside the training, and what is kept for ever and not there yet."""
         with self._lock:
             late, self._newest = self._newest, checkpoint
+            self._verified.add(checkpoint.name)  # when it was saved, or when the run started from it
             self._tried.clear()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="upload of checkpoints", daemon=True)
@@ -87,6 +90,9 @@ class Uploads:
     def _copy(self, checkpoint: Path) -> None:
         began = time.monotonic()
         self._tried.add(checkpoint.name)
+        if checkpoint.name not in self._verified and not self._is_intact(checkpoint):
+            self._done.add(checkpoint.name)
+            return
         try:
             was_sent = self.stored.upload(checkpoint, self.directory, self.start)
         except Exception as error:  # also what the library of an object store raises
@@ -106,6 +112,16 @@ class Uploads:
             self.stored.retire(self.policy, self.start)
         except Exception as error:
             log.warning("%s: older copies could not be removed: %s", KEY, str(error).removeprefix(f"{KEY}: "))
+
+    def _is_intact(self, checkpoint: Path) -> bool:
+        """Whether an older checkpoint is what was saved. A damaged one is not copied."""
+        try:
+            files.verify(checkpoint)
+        except CheckpointError as error:
+            log.warning("%s: %s is not copied: %s", KEY, checkpoint.name, error)
+            return False
+        self._verified.add(checkpoint.name)
+        return True
 
     def _is_permanent(self, name: str) -> bool:
         return self._stays(self.directory / "checkpoints" / name)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pretrain.checkpoint.stored_run import check_store
+from pretrain.checkpoint.store_url import check_store
 from pretrain.config.data_schema import Text
 from pretrain.config.keys import MOST_STEPS, check_effects
 from pretrain.config.model_schema import Model

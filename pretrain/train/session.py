@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.files import remove
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
@@ -246,12 +245,12 @@ _REASONS = {"preempted": "asked to stop by a signal; the same command continues"
 def _fetch_and_find(plan: Plan, directory: RunDirectory, ranks: Ranks) -> StartingPoint:
     """The starting point, after a download of what the run directory does not have. What was downloaded for nothing is removed again."""
     stored = stored_run(plan.config)
-    made = stored.fetch(directory.path, plan.config.run.resume, ranks) if stored is not None else []
+    undo = stored.fetch(directory.path, plan.config.run.resume, ranks) if stored is not None else None
     try:
         return find_starting_point(plan, directory, ranks)
     except UserError:
-        for path in made if ranks.is_main else []:
-            path.unlink() if path.is_file() else remove(path)
+        if undo is not None:
+            undo.run(ranks)
         raise
 
 

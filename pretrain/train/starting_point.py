@@ -88,7 +88,10 @@ def _format_begun_in(config: Config) -> str | None:
     if path is None and config.checkpoint.upload:
         uploaded = stored_run(config).config_of_newest()
     if uploaded is not None:
-        saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
+        try:
+            saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
+        except ConfigError:  # it is damaged, which the download finds out
+            saved = {}
     else:
         if path is None and resume not in ("auto", "required"):
             path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"

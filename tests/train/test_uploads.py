@@ -307,6 +307,83 @@ def test_a_restart_keeps_the_copy_from_before_skipped_steps(config_file, store, 
     assert copies(store) == [2, 4]
 
 
+def test_a_stale_index_is_not_written_after_a_failure_that_passed(config_file, store, uploading, monkeypatch):
+    """The network came back, and the index that had waited for it hid what the other machine had saved meanwhile."""
+    from pretrain import transfer
+
+    replace, others = transfer._replace, []
+
+    def unlucky(place, content):
+        if place.endswith("run.json") and b"step-00000004" in content and not others:
+            others.append(StoredRun(f"file://{store}", "run"))
+            others[0].take_over("another", index_of(store).timeline, 2)
+            raise ConnectionError("no route to host")
+        replace(place, content)
+
+    monkeypatch.setattr(transfer, "_replace", unlucky)
+    assert "is of another start of this run" in refused(config_file, *uploading)
+    assert copies(store) == [2] and index_of(store).start == "another"
+
+
+def test_a_store_whose_copies_were_all_left_is_no_new_one(config_file, store, uploading, monkeypatch):
+    run = trained(config_file, *uploading, "run.steps=2")
+    StoredRun(f"file://{store}", "run").take_over("another", [], 0)
+    shutil.rmtree(run)
+    said = refused(config_file, *uploading)
+    assert "has copies that are of time lines that the run has left (up to step-00000002-" in said and "to start afresh, choose another" in said
+    (store / "run" / "run.json").unlink()
+    assert "has copies that are there without run.json (up to step-00000002-" in refused(config_file, *uploading)
+    assert not (run / "checkpoints").exists() or names(run) == []
+
+
+def test_a_copy_of_another_time_line_takes_no_damaged_checkpoints_place(config_file, store, uploading):
+    """Two machines had the same step."""
+    kept = (*uploading, "checkpoint.keep_last=0")
+    run = trained(config_file, *kept, "run.steps=2")
+    shutil.copytree(run, run.with_name("other"))
+    trained(config_file, *STEPS, "checkpoint.keep_last=0", "run.steps=4")
+    run.rename(run.with_name("mine"))
+    run.with_name("other").rename(run)
+    trained(config_file, *kept, "run.steps=4")
+    shutil.rmtree(run)
+    run.with_name("mine").rename(run)
+    spoil(own(run, 4))
+    said = refused(config_file, *kept, f"run.resume={own(run, 4)}")
+    assert "its content does not match its sha256" in said and "no other one was tried" in said
+    assert copies(store) == [2, 4]
+
+
+def test_steps_that_were_trained_without_copying_are_made_up_for(config_file, store, uploading):
+    trained(config_file, *uploading, "run.steps=2")
+    trained(config_file, *STEPS, "run.steps=4")
+    run = trained(config_file, *uploading, "run.steps=6")
+    assert copies(store) == [4, 6] and names(run) == [step_name(4), step_name(6)]
+
+
+def test_a_refused_start_leaves_the_directory_as_it_was(config_file, store, uploading):
+    run = trained(config_file, *uploading, "run.steps=2")
+    shutil.copytree(run, run.with_name("old"))
+    trained(config_file, *uploading, "run.steps=4")
+    shutil.rmtree(run)
+    run.with_name("old").rename(run)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 3, "tokens": 1, "loss": 0.5}\n')
+    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file() and "logs" not in path.parts}
+    assert "optim.lr" in refused(config_file, *uploading, "optim.lr=0.1")
+    after = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file() and "logs" not in path.parts}
+    changed = {str(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= {"status.json", ".lock"}
+
+
+def test_a_damaged_older_checkpoint_is_not_copied(config_file, store, uploading):
+    kept = ("checkpoint.keep_last=1", "checkpoint.keep_every_steps=4")
+    run = trained(config_file, *STEPS, *kept, "run.steps=6")
+    spoil(own(run, 4))
+    trained(config_file, *uploading, *kept)
+    assert copies(store) == [8]
+    assert "step-00000004 is not copied: " in (run / "logs" / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize(
     "place, said",
     [
@@ -331,7 +408,7 @@ def test_a_store_that_cannot_be_written_to_ends_the_start(config_file, store, tm
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b'{"format": "pretrain-copies", "version": 2}', b"[" * 100_000, b'{"format": "pretrain-copies", "version": 1, "copies": 3}']
+    "content", [b"", b"[]", b"{}", b'{"format": "pretrain-copies", "version": 2}', b"[" * 100_000, b'{"format": "pretrain-copies", "version": 1, "copies": 3}', b'{"format": "pretrain-copies", "version": 1, "timeline": [Infinity]}']
 )
 def test_a_strange_index_is_refused_in_one_line(config_file, store, uploading, content):
     (store / "run").mkdir(parents=True)
@@ -371,6 +448,8 @@ def test_never_refuses_a_store_that_has_the_run_and_a_check_says_what_would_be_d
     code, printed = run_main(str(config_file), *uploading, "--check")
     assert code == 0 and "would download step-00000002-" in printed and "and resume from it" in printed
     assert not (run / "checkpoints").exists()
+    code, printed = run_main(str(config_file), *uploading, "--check", f"run.resume={own(run, 6)}")
+    assert code == 1 and "is not one of its checkpoints" in printed
 
 
 def test_slow_copying_leaves_out_checkpoints_and_never_one_that_is_kept_for_ever(config_file, store, uploading, monkeypatch):

@@ -343,6 +343,8 @@ class StoredRun:
                 return error.found
             except DataError as error:
                 raise CheckpointError(f"{KEY}: {error}") from error
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be written: {error.strerror}; make room") from error
         flush(path)
         return None
 

@@ -153,12 +153,13 @@ class Continuation:
     def wait(self, problem: BaseException | None = None) -> None:
         """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads.
 
-        `problem`: what ends the run. It is logged before a wait for an upload, which may be long.
+        `problem`: what ends the run. A process that is alone logs it, and then lets an upload come to an end. Others would keep the ranks waiting.
         """
         seconds = self.plan.config.parallel.timeout_seconds
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join(seconds)
-        if isinstance(problem, Exception) and self._uploads is not None and self._uploads.in_use is not None:
+        is_alone = self.ranks.world_size == 1
+        if is_alone and isinstance(problem, Exception) and self._uploads is not None and self._uploads.in_use is not None:
             log.error("%s", line_of(problem))
             self._uploads.wait(seconds)
 

@@ -48,7 +48,9 @@ def stored_run(config: Config) -> StoredRun | None:
 
 
 class StoredRun:
-    """What fails for want of a network or server is tried again for minutes (`transfer.py`). Methods raise CheckpointError that begins with the key."""
+    """One run's copy. What fails for want of a network or server is tried again for minutes (`transfer.py`). Methods raise CheckpointError that
+    begins with the key.
+    """
 
     def __init__(self, url: str, run: str, remote: Remote | None = None) -> None:
         self.url = f"{url.rstrip('/')}/{run}"

@@ -56,14 +56,19 @@ def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:
 
 
 def replace_text(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a small file atomically: a reader, or a crash, sees the old content or the new, never a part.
+    """Replace a small file by a text: see `replace_file`."""
+    replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"), durable)
+
+
+def replace_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
+    """Replace a file atomically by what `write` puts into the path that it is given: a reader, or a crash, sees the old content or the new, never a part.
 
     `durable`: wait for the disk, which takes tens of milliseconds on a network file system.
     """
     # A process of another host may have this one's number, and threads share it.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        write(aside)
         if durable:
             flush(aside)
         os.replace(aside, path)

@@ -20,16 +20,16 @@ import os
 import queue
 import random
 import re
-import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.errors import ConfigError, DataError, without_secrets
-from pretrain.storage import flush
+from pretrain.storage import replace_file
 from pretrain.store_errors import PassingError, WrongContentError, judged, protocol_of
 
 log = logging.getLogger(__name__)
@@ -126,11 +126,7 @@ class Remote:
     def upload(self, path: Path, url: str, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Write a local file to the URL, in place of what is there. Raises DataError, and FileNotFoundError if the local file is gone."""
         expected = path.stat().st_size
-        if protocol_of(url) == "file":
-            self._ask(url, lambda system, place: _replace(place, path), "written", cancelled)
-        else:
-            options = _put_options(protocol_of(url), expected)
-            self._ask(url, lambda system, place: system.put_file(str(path), place, **options), "written", cancelled)
+        self._ask(url, lambda system, place: _put(url, system, place, path), "written", cancelled)
         if (size := self.size(url)) != expected:
             raise DataError(
                 f"{without_secrets(url)}: has {size} bytes where {path} has {expected}; is something else written there?"
@@ -138,10 +134,7 @@ class Remote:
 
     def write(self, content: bytes, url: str) -> None:
         """Write a small file, in place of what is there: whole, or not at all. Raises DataError."""
-        if protocol_of(url) == "file":
-            self._ask(url, lambda system, place: _replace(place, content), "written")
-        else:
-            self._ask(url, lambda system, place: system.pipe_file(place, content), "written")
+        self._ask(url, lambda system, place: _put(url, system, place, content), "written")
 
     def update(self, url: str, change: Callable[[bytes | None], bytes]) -> None:
         """Replace a small file by what `change` makes of its content, None where it is missing. Each attempt reads it anew. Raises DataError, and what
@@ -155,8 +148,7 @@ class Remote:
                 content = None
             made = change(content)
             try:
-                system, place = self.system(url)
-                _replace(place, made) if protocol_of(url) == "file" else system.pipe_file(place, made)
+                _put(url, *self.system(url), made)
             except Exception as error:
                 raise judged(url, error, "written") from error
 
@@ -319,28 +311,19 @@ def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any
     return {}, {}
 
 
-def _put_options(protocol: str, size: int) -> dict[str, Any]:
-    """Options of writing a file of this size. By default s3fs sends ten parts of 50 MiB at a time."""
-    if protocol not in ("s3", "s3a"):
-        return {}
-    return {"chunksize": max(_PART, size // _MOST_PARTS + 1), "max_concurrency": 2}
-
-
-def _replace(place: str, content: bytes | Path) -> None:
-    """Replace a file of a local disk as a whole."""
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    aside = f"{place}.{secrets.token_hex(4)}.part"
-    try:
-        if isinstance(content, bytes):
-            Path(aside).write_bytes(content)
-        else:
-            shutil.copyfile(content, aside)
-        flush(Path(aside))
-        os.replace(aside, place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(aside)
-        raise
+def _put(url: str, system: Any, place: str, content: bytes | Path) -> None:
+    """Write a file: these bytes, or a copy of a local file. On a local disk it is replaced as a whole, as object stores do."""
+    protocol = protocol_of(url)
+    if protocol == "file":
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        copied = (lambda aside: aside.write_bytes(content)) if isinstance(content, bytes) else partial(shutil.copyfile, content)
+        replace_file(Path(place), copied)
+    elif isinstance(content, bytes):
+        system.pipe_file(place, content)
+    else:
+        # By default s3fs sends ten parts of 50 MiB at a time.
+        parts = {"chunksize": max(_PART, content.stat().st_size // _MOST_PARTS + 1), "max_concurrency": 2}
+        system.put_file(str(content), place, **(parts if protocol in ("s3", "s3a") else {}))
 
 
 def _fill(file: Any, left: threading.Event) -> bytes:

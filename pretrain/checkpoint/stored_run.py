@@ -65,7 +65,7 @@ class StoredRun:
             raise CheckpointError(f"{KEY}: {error}") from error
 
     def index(self) -> CopiesIndex | None:
-        """What run.json says; None if there is none, as before the first copy."""
+        """The content of run.json. Before the first start it is missing, and this returns None."""
         return self._parsed(self._read(f"{self.url}/{INDEX}"))
 
     def _parsed(self, content: bytes | None) -> CopiesIndex | None:

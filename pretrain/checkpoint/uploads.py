@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Of one start of a run, on the main rank. Training never waits for it, but for the last one at the end.
+    """Copies the checkpoints of one start of a run, on the main rank. Training waits for it only at the end, for the last copy.
 
     The newest checkpoint is copied first, then those that `checkpoint.keep_every_steps` keeps for ever and that are not there yet. One that was
     saved while another is on its way is left out when a newer one comes. A failure is warned of, and tried anew when the next checkpoint is saved.
@@ -41,6 +41,11 @@ class Uploads:
         """Why a checkpoint that should be there is not."""
         return next(reversed(self._problems.values()), None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way."""
+        return self._thread is not None
+
     def offer(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete, beside the training, and what is kept for ever and not there yet."""
         with self._lock:
@@ -50,12 +55,13 @@ class Uploads:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="upload of checkpoints", daemon=True)
                 self._thread.start()
-        if late is not None and not self._stays(late):
+        if late is not None and not self._stays(late.name):
             log.warning("%s: %s is not copied, because copying takes longer than the time between two saves", KEY, late.name)
 
-    def _stays(self, path: Path) -> bool:
+    def _stays(self, name: str) -> bool:
+        """Whether the policy keeps a checkpoint of this name for ever."""
         every = self.policy.keep_every_steps
-        return self.policy.keep_last == 0 or bool(every and files.step_of(path) % every == 0)
+        return self.policy.keep_last == 0 or bool(every and files.step_of(Path(name)) % every == 0)
 
     def wait(self, seconds: float) -> bool:
         """Wait for what is on its way, at most so long; whether all of it has ended."""
@@ -85,7 +91,7 @@ class Uploads:
         except (OSError, CheckpointError) as error:
             log.warning("%s: %s", KEY, line_of(error))
             return None
-        return next((path for path in found if self._stays(path) and path.name not in self._done | self._tried), None)
+        return next((path for path in found if self._stays(path.name) and path.name not in self._done | self._tried), None)
 
     def _copy(self, checkpoint: Path) -> None:
         began = time.monotonic()
@@ -103,7 +109,7 @@ class Uploads:
             log.warning("%s", self._problems[checkpoint.name])
             log.debug("upload of a checkpoint", exc_info=True)
             return
-        for name in [name for name in self._problems if not self._is_permanent(name) or name == checkpoint.name]:
+        for name in [name for name in self._problems if not self._stays(name) or name == checkpoint.name]:
             del self._problems[name]  # of an older one, which this one makes up for
         self._done.add(checkpoint.name)
         if was_sent:
@@ -122,6 +128,3 @@ class Uploads:
             return False
         self._verified.add(checkpoint.name)
         return True
-
-    def _is_permanent(self, name: str) -> bool:
-        return self._stays(self.directory / "checkpoints" / name)

@@ -159,7 +159,7 @@ class Continuation:
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join(seconds)
         is_alone = self.ranks.world_size == 1
-        if is_alone and isinstance(problem, Exception) and self._uploads is not None and self._uploads.in_use is not None:
+        if is_alone and isinstance(problem, Exception) and self._uploads is not None and self._uploads.is_busy:
             log.error("%s", line_of(problem))
             self._uploads.wait(seconds)
 

@@ -311,16 +311,16 @@ def test_a_stale_index_is_not_written_after_a_failure_that_passed(config_file, s
     """The network came back, and the index that had waited for it hid what the other machine had saved meanwhile."""
     from pretrain import transfer
 
-    replace, others = transfer._replace, []
+    put, others = transfer._put, []
 
-    def unlucky(place, content):
+    def unlucky(url, system, place, content):
         if place.endswith("run.json") and b"step-00000004" in content and not others:
             others.append(StoredRun(f"file://{store}", "run"))
             others[0].take_over("another", index_of(store).timeline, 2)
             raise ConnectionError("no route to host")
-        replace(place, content)
+        put(url, system, place, content)
 
-    monkeypatch.setattr(transfer, "_replace", unlucky)
+    monkeypatch.setattr(transfer, "_put", unlucky)
     assert "is of another start of this run" in refused(config_file, *uploading)
     assert copies(store) == [2] and index_of(store).start == "another"
 

@@ -15,6 +15,7 @@ WIDEST, LONGEST = 2**24, 2**40
 SCALED = {"model.rope.scaling": Except("none")}
 LLAMA3, YARN = {"model.rope.scaling": ("llama3",)}, {"model.rope.scaling": ("yarn",)}
 WINDOWED = {"model.attention.window": Except(0)}
+LINEAR = {"model.linear_attention.pattern": Except([False])}
 
 
 @dataclass
@@ -109,7 +110,39 @@ class AttentionConfig:
     window_pattern: list[bool] | None = key(
         None, "Which layers have the window, repeated over the layers; [true] by default.", when=WINDOWED
     )
+    output_gate: bool | None = key(
+        None,
+        "Whether the result is multiplied, before the last projection, by the sigmoid of one more projection (arXiv 2505.06708; Qwen 3.5).",
+    )
     sinks: bool | None = key(None, "A learned logit per head that takes its share of the softmax and adds no value (gpt-oss).")
+
+
+@dataclass
+class LinearAttentionConfig:
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464), in place of attention in some layers."""
+
+    pattern: list[bool] | None = key(
+        None, "Which layers have it, repeated over the layers; [false] by default. At least one layer keeps attention."
+    )
+    key_heads: int | None = key(None, "Heads of queries and keys; `model.heads` by default.", ge=0, le=100_000, when=LINEAR)
+    value_heads: int | None = key(
+        None, "Heads of values, a multiple of `key_heads`, and as many by default.", ge=0, le=100_000, when=LINEAR
+    )
+    key_dim: int | None = key(None, "Width of a head of keys; `model.head_dim` by default.", ge=0, le=2**20, when=LINEAR)
+    value_dim: int | None = key(None, "Width of a head of values; `key_dim` by default.", ge=0, le=2**20, when=LINEAR)
+    kernel: int | None = key(
+        None,
+        "Positions that the short convolutions of queries, keys and values see, itself included; 4 by default.",
+        ge=1,
+        le=1024,
+        when=LINEAR,
+    )
+    negative_eigenvalues: bool | None = key(
+        None,
+        "Whether a head may correct itself by up to twice the difference, so that what it remembers of a key can change its sign "
+        "(arXiv 2411.12537).",
+        when=LINEAR,
+    )
 
 
 @dataclass

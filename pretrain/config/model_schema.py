@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.attention_schema import LONGEST, WIDEST, AttentionConfig, Latent, Relative, Rope
+from pretrain.config.attention_schema import LONGEST, WIDEST, AttentionConfig, Latent, LinearAttentionConfig, Relative, Rope
 from pretrain.config.keys import Except, key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "smollm3", "starcoder2",
     "t5",
 ]  # fmt: skip
 
@@ -219,6 +219,7 @@ class Model:
     rope: Rope = section(Rope, when={"model.positions": ("rope",)})
     relative: Relative = section(Relative, when={"model.positions": ("relative",)})
     attention: AttentionConfig = section(AttentionConfig)
+    linear_attention: LinearAttentionConfig = section(LinearAttentionConfig)
     latent: Latent = section(Latent, when={"model.latent.kv_rank": Except(0)})
     mlp: MlpConfig = section(MlpConfig)
     experts: ExpertsConfig = section(ExpertsConfig, when={"model.experts.count": Except(0)})

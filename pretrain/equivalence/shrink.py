@@ -19,7 +19,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.positions import rotated_width
-from pretrain.models.shape import LayerSpec, cycled, flat, layer_specs, with_values
+from pretrain.models.shape import PATTERNS, LayerSpec, cycled, flat, layer_specs, with_values
 
 LENGTH, SEQUENCES, STEPS = 64, 16, 3
 HEAD_DIM, KEY_HEADS, EXPERTS, GROUPS = 8, 2, 8, 4
@@ -104,7 +104,7 @@ def _layers(model: Model, ranks: int) -> dict[str, Any]:
     wanted, least = set(kinds), max(2, ranks)
     count = next(n for n in range(1, model.layers + 1) if n >= min(least, model.layers) and _shows(kinds[:n], wanted, model))
     values: dict[str, Any] = {"layers": count}
-    for name in ("rope.pattern", "attention.window_pattern"):
+    for name in PATTERNS:
         pattern = flat(model)[name]
         if len(pattern) > count:
             values[name] = cycled(pattern, count)
@@ -148,8 +148,27 @@ def _heads(model: Model, ranks: int) -> dict[str, Any]:
         latent = {name: min(HEAD_DIM, getattr(model.latent, name)) for name in ("rope_dim", "plain_dim", "value_dim")}
         values |= {f"latent.{name}": width for name, width in latent.items()}
         values["head_dim"] = latent["rope_dim"] + latent["plain_dim"]
+    if any(model.linear_attention.pattern):
+        values |= _linear_heads(model, ranks)
     share, width = model.dim / (model.heads * model.head_dim), values["heads"] * values["head_dim"]
     return values | {"dim": width if share == 1 else min(model.dim, max(2 * HEAD_DIM, round(share * width / 8) * 8))}
+
+
+def _linear_heads(model: Model, ranks: int) -> dict[str, Any]:
+    """Few heads of linear attention in the same ratio, narrow ones, which the same numbers of ranks can share."""
+    sizes = model.linear_attention
+    keys = next(
+        n
+        for n in range(min(KEY_HEADS, sizes.key_heads), sizes.key_heads + 1)
+        if all((n % r == 0) == (sizes.key_heads % r == 0) for r in range(1, ranks + 1))
+    )
+    values = {
+        "key_heads": keys,
+        "value_heads": keys * sizes.value_heads // sizes.key_heads,
+        "key_dim": min(HEAD_DIM, sizes.key_dim),
+        "value_dim": min(HEAD_DIM, sizes.value_dim),
+    }
+    return {f"linear_attention.{name}": value for name, value in values.items()}
 
 
 def _smallest(first: int, last: int, fits: Callable[[int], bool]) -> int:

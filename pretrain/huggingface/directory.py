@@ -143,6 +143,7 @@ def _effective(model: Model) -> dict[str, Any]:
         "attention.window": model.attention.window if any(windows) else 0,
         "attention.window_pattern": windows,
         "rope.pattern": cycled(model.rope.pattern, model.layers),
+        "linear_attention.pattern": cycled(model.linear_attention.pattern, model.layers),
         "rope.fraction": rotated_width(model),
     }
 

@@ -1,4 +1,4 @@
-"""Self-attention, as single-device code: the scores under a mask, grouped queries, latent attention, and the cache of generation.
+"""Self-attention, as single-device code: the scores under a mask, grouped queries, and latent attention.
 
 Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) makes keys and values from one vector per position:
 
@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
 from pretrain.models.attention_ways import repeats_groups, way_of
+from pretrain.models.caches import LayerCache
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.causal_blocks_fp32 import causal_attention_fp32
 from pretrain.models.compiling import compile_strictly
@@ -30,68 +31,6 @@ from pretrain.models.dropout import WeightMask, drop
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask, PackedDocuments
 from pretrain.models.positions import Tables, rotate, yarn_mscale
-
-
-class LayerCache:
-    """Keys and values [B, K, S, G] of one layer, for at most `capacity` positions."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, k_BKTG: Tensor, v_BKTG: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest positions; keys and values of all positions so far. Raises ValueError beyond the capacity."""
-        if self._keys is None:
-            self._keys, self._values = (
-                torch.empty(*x.shape[:2], self.capacity, x.shape[3], dtype=x.dtype, device=x.device) for x in (k_BKTG, v_BKTG)
-            )
-        stop = self.length + k_BKTG.shape[2]
-        if stop > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions, and {stop} are to be put into it")
-        self._keys[:, :, self.length : stop] = k_BKTG
-        self._values[:, :, self.length : stop] = v_BKTG
-        self.length = stop
-        return self._keys[:, :, :stop], self._values[:, :, :stop]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these sequences, in this order; one may come several times."""
-        if self._keys is not None:
-            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
-
-
-class Cache:
-    """The caches of a model's layers; `length` positions are in it.
-
-    `documents_BS` labels them (see `models/masks.py`) where the first tokens came with labels; tokens without continue the last document.
-    """
-
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.layers = [LayerCache(capacity) for _ in range(layers)]
-        self.documents_BS: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-    def label(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
-        """Add the document numbers of `tokens` new positions. Returns those of all positions so far, or None if documents are not told apart."""
-        if documents_BT is not None and self.length and self.documents_BS is None:
-            raise ValueError("tokens with labels of documents cannot follow tokens without")
-        if documents_BT is None and self.documents_BS is not None:
-            documents_BT = self.documents_BS[:, -1:].expand(-1, tokens)
-        if documents_BT is not None:
-            parts = [documents_BT] if self.documents_BS is None else [self.documents_BS, documents_BT]
-            self.documents_BS = torch.cat(parts, dim=1)
-        return self.documents_BS
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these sequences, in this order."""
-        for layer in self.layers:
-            layer.select(rows)
-        if self.documents_BS is not None:
-            self.documents_BS = self.documents_BS.index_select(0, rows)
 
 
 def attend(
@@ -271,7 +210,7 @@ class Scored(nn.Module):
 
 class Attention(Scored):
     """Causal self-attention with grouped queries (arXiv 2305.13245), over the positions that the mask leaves, all earlier ones
-    without one. Queries and keys are rotated where there are tables.
+    without one. Queries and keys are rotated where there are tables. The result may be gated, component by component (Qiu et al., arXiv 2505.06708).
     """
 
     def __init__(self, config: Model) -> None:
@@ -285,6 +224,7 @@ class Attention(Scored):
         self.key = Linear(dim, config.kv_heads * head_dim, "key" in switches.bias)
         self.value = Linear(dim, config.kv_heads * head_dim, "value" in switches.bias)
         self.output = Linear(config.heads * head_dim, dim, "output" in switches.bias)
+        self.gate = Linear(dim, config.heads * head_dim) if switches.output_gate else None
         self.query_norm, self.key_norm = _query_key_norms(config)
         self.per_head = config.norm.qk == "head"
         self.sinks = nn.Parameter(torch.zeros(config.heads)) if switches.sinks else None
@@ -305,7 +245,8 @@ class Attention(Scored):
         if cache is not None:
             k_BKTG, v_BKTG = cache.append(k_BKTG, v_BKTG)
         y_BHTG = self.attend(q_BHTG, k_BKTG, v_BKTG, mask, self.scale, self.soft_cap, self.sinks, dropout=dropout)
-        return self.output(y_BHTG.transpose(1, 2).flatten(2))
+        y_BTC = y_BHTG.transpose(1, 2).flatten(2)
+        return self.output(y_BTC if self.gate is None else y_BTC * self.gate(x_BTD).sigmoid())
 
     def _heads(self, x_BTD: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and not self.per_head:

@@ -1,4 +1,4 @@
-"""A transformer block: attention and MLP or experts in the residual stream, with norms where the switches put them."""
+"""A transformer block: attention, or linear attention, and MLP or experts in the residual stream, with norms where the switches put them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
-from pretrain.models.attention import Attention, LatentAttention, LayerCache
+from pretrain.models.attention import Attention, LatentAttention
+from pretrain.models.caches import LayerCache, RecurrentCache
 from pretrain.models.dropout import BlockDropout, drop
 from pretrain.models.experts import MixtureOfExperts, RouterReport
 from pretrain.models.layers import Mlp, make_norm
+from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.models.masks import Mask
 from pretrain.models.positions import Tables
 from pretrain.models.shape import LayerSpec
@@ -36,7 +38,14 @@ class Block(nn.Module):
         self.parallel = config.parallel_residual
         self.multiplier = config.residual_multiplier
         self.attention_norm = make_norm(config) if before else None
-        self.attention = LatentAttention(config) if spec.mixer == "latent" else Attention(config)
+        self.attention = self.linear_attention = None
+        match spec.mixer:
+            case "gated_delta":
+                self.linear_attention = GatedDeltaNet(config)
+            case "latent":
+                self.attention = LatentAttention(config)
+            case "attention":
+                self.attention = Attention(config)
         self.attention_output_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
         self.mlp = MixtureOfExperts(config) if spec.experts else _mlp(config)
@@ -47,14 +56,19 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rope: Tables | None = None,
         mask: Mask | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | RecurrentCache | None = None,
         counted_BT: Tensor | None = None,
         dropout: BlockDropout | None = None,
     ) -> tuple[Tensor, RouterReport | None]:
-        """The residual stream; the report of a router over the positions that are `counted_BT`, where there are both."""
+        """The residual stream; the report of a router over the positions that are `counted_BT`, where there are both.
+
+        `mask`: for linear attention, where documents begin.
+        """
         reports: list[RouterReport | None] = []
 
         def attention(y_BTD: Tensor) -> Tensor:
+            if self.linear_attention is not None:
+                return self.linear_attention(y_BTD, mask, cache)
             return self.attention(y_BTD, rope, mask, cache, dropout and dropout["attention.weights"])
 
         def mlp(y_BTD: Tensor) -> Tensor:

@@ -17,29 +17,31 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
-from pretrain.models.attention import Cache
 from pretrain.models.block import Block
+from pretrain.models.caches import Cache
 from pretrain.models.dropout import Dropout, drop, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding, make_norm
+from pretrain.models.linear_attention import delta_rule_flops, initial_values
 from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
     attention_mask,
     cached_mask,
+    document_begins,
     document_numbers,
     document_positions,
     starts_of,
 )
 from pretrain.models.multi_token import MultiTokenPrediction
-from pretrain.models.network import Unit
+from pretrain.models.network import Initial, Unit
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables, rotary_tables
 from pretrain.models.shape import LayerSpec, head_widths, layer_specs
 
-Inputs = dict[int, tuple[Tables | None, Mask | None]]
-"""What layers get, by their window: rotary tables and mask."""
+Inputs = dict[int | None, tuple[Tables | None, Mask | None]]
+"""What layers get, by what they see (`LayerSpec.sees`): rotary tables and mask."""
 
 
 class Decoder(nn.Module):
@@ -131,7 +133,7 @@ class Decoder(nn.Module):
             # encoder-decoder). No view else: of a length that varies, a compiled block would be compiled once for views and once for others.
             x_BTD = embedded_BTD.view_as(embedded_BTD)
         for name, block in blocks.items():
-            rope, mask = inputs[block.spec.window]
+            rope, mask = inputs[block.spec.sees]
             layer_cache = cache.layers[int(name)] if cache else None
             dropped = dropout and dropout.of_block(f"layers.{name}")
             x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
@@ -148,7 +150,7 @@ class Decoder(nn.Module):
             losses = self.output(x_BTD, targets_BT, tied, sequence_weights_B, with_cross_entropy=True)
             objective_B, cross_entropy_B = losses
         else:
-            rope, mask = inputs[ahead.spec.window]
+            rope, mask = inputs[ahead.spec.sees]
             rope = rope if ahead.spec.rope else None
             further_BTD, reports = ahead(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
             for depth, report in enumerate(reports):
@@ -225,8 +227,11 @@ class Decoder(nn.Module):
         if starts_BN is None and self.config.attention_backend == "varlen":
             starts_BN = starts_of(None if cache else numbers_BT, tokens_BT)
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
-        inputs = {}
-        for window in {spec.window for spec in specs}:
+        inputs: Inputs = {}
+        for window in {spec.sees for spec in specs}:
+            if window is None:
+                inputs[window] = None, None if numbers_BT is None else document_begins(numbers_BT)[:, start:]
+                continue
             mask = self._mask(start, stop, numbers_BT, device, window, cache, starts_BN)
             if positions_BT is not None:
                 tables = self._tables(positions_BT, stop, window > 0)
@@ -284,11 +289,13 @@ class Decoder(nn.Module):
             units.append(Unit([module for module in (self.norm, self.output) if module is not None], "last", reshard=False))
         return units
 
-    def initial(self, name: str) -> tuple[float, float]:
+    def initial(self, name: str) -> Initial:
         """Mean and standard deviation of a parameter's initial values, by its name.
 
         Projections into the residual stream are scaled down by the square root of their number (GPT-2, section 2.3).
         """
+        if "linear_attention." in name and (found := initial_values(name, self.config)) is not None:
+            return found
         if name.endswith(("bias", "sinks", "correction")):
             return 0.0, 0.0
         if "norm" in name:
@@ -304,7 +311,7 @@ class Decoder(nn.Module):
         return self._active(matrices) + self._repeated_heads() * config.vocab_size * config.dim
 
     def _active(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
-        matrices = [(name, p.numel()) for name, p in parameters if p.dim() > 1 and not name.endswith("bias")]
+        matrices = [(name, p.numel()) for name, p in parameters if p.dim() > 1 and not name.endswith(("bias", "filter"))]
         routed = sum(count for name, count in matrices if "experts." in name)
         others, experts = sum(count for name, count in matrices if "experts." not in name), self.config.experts
         return others + routed * experts.active // max(1, experts.count)
@@ -320,6 +327,8 @@ class Decoder(nn.Module):
         return sum(self._attention_flops(spec, sequence_length) for spec in specs)
 
     def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
+        if spec.mixer == "gated_delta":
+            return delta_rule_flops(self.config)
         seen = min(sequence_length, spec.window or sequence_length)
         return 6 * self.config.heads * sum(head_widths(self.config)) * seen
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
-from pretrain.models.attention import Attention, LayerCache, Scored
+from pretrain.models.attention import Attention, Scored
+from pretrain.models.caches import LayerCache
 from pretrain.models.dropout import BlockDropout, Dropout, WeightMask, drop, every_row, make_dropout
 from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
 from pretrain.models.loss import Losses, LossOptions

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.errors import GenerationError
-from pretrain.models.attention import Cache
 from pretrain.models.attention_ways import changing_shapes
+from pretrain.models.caches import Cache
 from pretrain.models.decoder import Decoder
 from pretrain.models.encoder_decoder import DecodingCache
+from pretrain.models.shape import layer_specs
 
 
 def uncached_reason(model: nn.Module) -> str | None:
@@ -123,7 +124,8 @@ def _continue(
 ) -> None:
     context = model.config.max_sequence_length
     longest = max((row.prompt for row in rows), default=0)
-    cache = Cache(model.config.layers, min(context, longest + max_tokens)) if cached and longest <= context else None
+    kept = min(context, longest + max_tokens)
+    cache = Cache(layer_specs(model.config), kept) if cached and longest <= context else None
     for step in range(max_tokens):
         if not rows:
             return

@@ -58,7 +58,12 @@ FLEX_NARROWEST_HEAD = 16  # below, its kernels do not compile
 
 def document_numbers(documents_BT: Tensor) -> Tensor:
     """Documents numbered 0, 1, ... along each sequence, int64 [B, T], from labels [B, T] of which only changes matter."""
-    return F.pad((documents_BT[:, 1:] != documents_BT[:, :-1]).cumsum(dim=1), (1, 0))
+    return document_begins(documents_BT).cumsum(dim=1)
+
+
+def document_begins(numbers_BT: Tensor) -> Tensor:
+    """True where another document begins than the one before; never at the first position. Boolean [B, T], from `document_numbers`."""
+    return F.pad(numbers_BT[:, 1:] != numbers_BT[:, :-1], (1, 0))
 
 
 def document_positions(numbers_BT: Tensor) -> Tensor:

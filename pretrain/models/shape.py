@@ -21,7 +21,9 @@ PLAIN: dict[str, Any] = {
     "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": True,
     "relative.buckets": 32, "relative.max_distance": 128,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
-    "attention.sinks": False,
+    "attention.sinks": False, "attention.output_gate": False,
+    "linear_attention.pattern": [False], "linear_attention.key_heads": 0, "linear_attention.value_heads": 0, "linear_attention.key_dim": 0,
+    "linear_attention.value_dim": 0, "linear_attention.kernel": 4, "linear_attention.negative_eigenvalues": False,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
     "mlp.activation": "silu", "mlp.gated": True, "mlp.bias": False,
     "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
@@ -31,7 +33,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-PATTERNS = ("rope.pattern", "attention.window_pattern")  # repeated over the layers
+PATTERNS = ("rope.pattern", "attention.window_pattern", "linear_attention.pattern")  # repeated over the layers
 
 
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
@@ -77,7 +79,7 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     }
     last["experts.ffn_dim"] = model.experts.ffn_dim or (last["ffn_dim"] if model.experts.count else 0)
     patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
-    last |= patterns
+    last |= patterns | _linear_sizes(model)
     if not (model.attention.window and any(patterns["attention.window_pattern"])):
         # There is one way to say that no layer has a window.
         last |= {"attention.window": 0, "attention.window_pattern": [True], "rope.local_theta": model.rope.theta}
@@ -86,6 +88,21 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     model = with_values(model, last)
     _check(model)
     return model
+
+
+def _linear_sizes(model: Model) -> dict[str, int]:
+    """The sizes of linear attention that follow from others, where a layer has it."""
+    sizes = model.linear_attention
+    if not any(sizes.pattern):
+        return {}
+    key_heads, key_dim = sizes.key_heads or model.heads, sizes.key_dim or model.head_dim
+    found = {
+        "key_heads": key_heads,
+        "value_heads": sizes.value_heads or key_heads,
+        "key_dim": key_dim,
+        "value_dim": sizes.value_dim or key_dim,
+    }
+    return {f"linear_attention.{name}": value for name, value in found.items()}
 
 
 def _sizes(model: Model, sequence_length: int | None) -> Model:
@@ -130,8 +147,25 @@ def _check(model: Model) -> None:
             "model.max_sequence_length is missing: model.positions=learned has a vector for each position; set it"
         )
     _check_rotation(model)
+    _check_linear(model)
     check_encoder(model)
     _check_relative(model)
+
+
+def _check_linear(model: Model) -> None:
+    sizes = model.linear_attention
+    if not any(sizes.pattern):
+        return
+    if all(spec.mixer == "gated_delta" for spec in layer_specs(model)):
+        raise ConfigError(
+            f"model.linear_attention.pattern={sizes.pattern} leaves none of model.layers={model.layers} with attention; leave one out"
+        )
+    if sizes.value_heads % sizes.key_heads:
+        legal = nearest_multiples(sizes.value_heads, sizes.key_heads)
+        raise ConfigError(
+            f"model.linear_attention.value_heads={sizes.value_heads} is not divisible by model.linear_attention.key_heads={sizes.key_heads}; nearest: "
+            f"{legal}"
+        )
 
 
 def _check_rotation(model: Model) -> None:
@@ -191,6 +225,7 @@ def check_encoder(model: Model) -> None:
         return
     plain: dict[str, Any] = {
         "norm.qk": "none", "parallel_residual": False, "attention.soft_cap": 0.0, "attention.window": 0, "attention.sinks": False,
+        "attention.output_gate": False, "linear_attention.pattern": [False],
         "latent.kv_rank": 0, "experts.count": 0, "residual_multiplier": 1.0, "predict_ahead": 0,
     }  # fmt: skip
     values = flat(model)
@@ -238,6 +273,7 @@ def _check_latent(model: Model) -> None:
         "norm.qk": (model.norm.qk, "none"),
         "attention.bias": (model.attention.bias, []),
         "attention.sinks": (model.attention.sinks, False),
+        "attention.output_gate": (model.attention.output_gate, False),
     }
     for name, (value, only) in others.items():
         if value != only:
@@ -293,7 +329,7 @@ def start_token(model: Model, eod_id: int) -> int:
 class LayerSpec:
     """What one layer is. A block holds its own, so that it is the same layer wherever it is run."""
 
-    mixer: Literal["attention", "latent"]
+    mixer: Literal["attention", "latent", "gated_delta"]
     window: int
     """Positions that a position attends to, itself included; 0: all earlier ones."""
     rope: bool
@@ -301,16 +337,22 @@ class LayerSpec:
     experts: bool
     """Whether a mixture of experts is in place of the MLP."""
 
+    @property
+    def sees(self) -> int | None:
+        """What decides its mask: the window, or None for linear attention, which needs to know where documents begin."""
+        return None if self.mixer == "gated_delta" else self.window
+
 
 def layer_specs(model: Model) -> list[LayerSpec]:
     """The layers of a complete model, in order; of an encoder-decoder those of the decoder."""
     windows = cycled(model.attention.window_pattern, model.layers)
     rotated = cycled(model.rope.pattern, model.layers)
+    linear = cycled(model.linear_attention.pattern, model.layers)
     return [
         LayerSpec(
-            mixer="latent" if model.latent.kv_rank else "attention",
-            window=model.attention.window if windows[layer] else 0,
-            rope=model.positions == "rope" and rotated[layer],
+            mixer="gated_delta" if linear[layer] else "latent" if model.latent.kv_rank else "attention",
+            window=model.attention.window if windows[layer] and not linear[layer] else 0,
+            rope=model.positions == "rope" and rotated[layer] and not linear[layer],
             experts=model.experts.count > 0 and layer not in model.experts.dense_layers,
         )
         for layer in range(model.layers)

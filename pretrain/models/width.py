@@ -34,7 +34,7 @@ class Kind(Enum):
 
 def kind_of(name: str, dimensions: int) -> Kind:
     """The kind of a parameter in one of our networks, by its name."""
-    if dimensions < 2 or name.endswith(("bias", "bias.table.weight")) or "embedding" in name:
+    if dimensions < 2 or name.endswith(("bias", "bias.table.weight", "filter")) or "embedding" in name:
         return Kind.INPUT
     return Kind.OUTPUT if name == "output.weight" or name.endswith("router.weight") else Kind.HIDDEN
 

@@ -48,6 +48,11 @@ def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Total.apply(x, group)
 
 
+def exchange(x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Part i of the first dimension goes to rank i; what comes from each rank, in their order. Gradients go the other way."""
+    return _Exchange.apply(x_NX, group)
+
+
 def add_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None) -> None:
     """Give each tensor its sum over ranks, all in one message. It is formed in `dtype`, by default in the widest of theirs."""
     together = torch.cat([tensor.flatten() for tensor in tensors])
@@ -70,6 +75,12 @@ def _scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own
 
 
+def _exchange(x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    arrived_NX = torch.empty_like(x_NX, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(arrived_NX, x_NX.contiguous(), group=group)
+    return arrived_NX
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,6 +101,17 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_BRX: Tensor) -> tuple[Tensor, None]:
         return _gather(g_BRX, ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return new_name(_exchange(x_NX, group))
+
+    @staticmethod
+    def backward(ctx, g_NX: Tensor) -> tuple[Tensor, None]:
+        return _exchange(g_NX, ctx.group), None
 
 
 class _Total(torch.autograd.Function):

@@ -7,6 +7,9 @@
 A causal mask gives later positions more work. So the sequence is cut into 2 x ranks stretches. Rank i has
 stretches i and 2 x ranks - 1 - i, which together are equal work on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
 
+Linear attention goes through the positions in order. So ranks exchange positions for heads: each has some heads of all positions there, and all heads of its
+own positions before and after (as attention in DeepSpeed Ulysses, arXiv 2309.14509).
+
 Every rank is given the whole sequence of tokens, which are small. Rotary tables and documents are therefore those of the whole sequence, and each rank
 takes the rows of its positions. It makes only these rows of a mask, once for all layers. Every rank has a part of each gradient and of each
 sequence's loss; the parts add up.
@@ -24,19 +27,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
-from pretrain.distributed.shards import own_stretches, stretch_length
+from pretrain.distributed.shards import own_part, own_stretches, stretch_length
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
+from pretrain.models.linear_attention import GatedDeltaNet, HeadParameters
 from pretrain.models.loss import Losses
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
-from pretrain.parallel.collectives import extend, gather
+from pretrain.parallel.collectives import exchange, extend, gather
 from pretrain.parallel.tensor_modules import AllTokens, OwnTokens
 
 
@@ -66,6 +71,8 @@ class ContextAxis:
             match module:
                 case Attention() | LatentAttention():
                     extend(module, self.queries(module), context=self)
+                case GatedDeltaNet():
+                    extend(module, HeadsForPositions, context=self)
                 case MixtureOfExperts():
                     extend(module, OwnCounted, context=self)
                 case Router():
@@ -102,9 +109,29 @@ class ContextAxis:
 
     def gather(self, x_BRX: Tensor, length: int = 0) -> Tensor:
         """All positions [B, T, X], in order; T is that of the targets unless given. In backward each rank gets the sum of its positions' gradients."""
-        stretches = gather(x_BRX, self.group).unflatten(1, (self.size, 2, -1))
+        return self._in_order(gather(x_BRX, self.group).unflatten(1, (self.size, -1)), length or self.length)
+
+    def _in_order(self, x_BNRX: Tensor, length: int) -> Tensor:
+        """The positions [B, T, X] of all ranks in order."""
+        stretches = x_BNRX.unflatten(2, (2, -1))
         ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
-        return ordered.flatten(1, 2)[:, : length or self.length]
+        return ordered.flatten(1, 2)[:, :length]
+
+    def _by_rank(self, x_BTX: Tensor) -> Tensor:
+        """The positions of each rank, [B, N, R, X]; zeros fill up."""
+        missing = 2 * self.size * stretch_length(x_BTX.shape[1], self.size) - x_BTX.shape[1]
+        stretches = F.pad(x_BTX, (0, 0, 0, missing)).unflatten(1, (2 * self.size, -1))
+        return torch.cat((stretches[:, : self.size], stretches[:, self.size :].flip(1)), dim=2)
+
+    def to_heads(self, channels: list[Tensor]) -> list[Tensor]:
+        """All positions [B, T, C / ranks] of this rank's share of the channels, from all channels [B, R, C] of its positions."""
+        parts = [x_BRC.unflatten(-1, (self.size, -1)) for x_BRC in channels]
+        came_NBRX = exchange(torch.cat(parts, -1).movedim(2, 0), self.group)
+        return list(self._in_order(came_NBRX.movedim(0, 1), self.length).split([part.shape[-1] for part in parts], -1))
+
+    def to_positions(self, x_BTC: Tensor) -> Tensor:
+        """All channels [B, R, C] of this rank's positions, from all positions [B, T, C / ranks] of its share of the channels."""
+        return exchange(self._by_rank(x_BTC).movedim(1, 0), self.group).movedim(0, 2).flatten(2)
 
     def gather_heads(self, x_BKRG: Tensor, length: int = 0) -> Tensor:
         """All positions [B, K, T, G]."""
@@ -195,6 +222,20 @@ class OwnLatentQueries(OwnQueries):
         self, q_BHRG: Tensor, k_BHTG: Tensor, v_BHTG: Tensor, masks: tuple[Tensor, ...], *options: Any, **named: Any
     ) -> Tensor:
         return self.attend_rows(q_BHRG, k_BHTG, v_BHTG, masks, *options, **named)
+
+
+class HeadsForPositions:
+    """Linear attention that goes through all positions with some of the heads."""
+
+    context: ContextAxis
+
+    def mix(self, *projected: Any) -> Tensor:
+        *channels, begins_BT, cache = projected
+        return self.context.to_positions(super().mix(*self.context.to_heads(channels), begins_BT, cache))
+
+    def of_heads(self) -> HeadParameters:
+        whole = super().of_heads()
+        return HeadParameters(*(x[own_part(len(x), self.context.rank, self.context.size)] for x in whole))
 
 
 class AllLatents(NamedTuple):

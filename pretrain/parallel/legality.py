@@ -111,6 +111,8 @@ def check_context(config: Config) -> None:
         (f"model.attention_backend={model.attention_backend} needs whole masks", "model.attention_backend=sdpa"): (
             model.attention_backend in ("flex", "varlen")
         ),
+        _heads_of_linear_attention(config): any(model.linear_attention.pattern or [])
+        and model.linear_attention.key_heads // config.parallel.tensor % ranks != 0,
     }
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
@@ -122,6 +124,15 @@ def check_context(config: Config) -> None:
             raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or {other}")
     if ranks > 1 and config.parallel.context_method == "ring":
         _check_ring(config)
+
+
+def _heads_of_linear_attention(config: Config) -> tuple[str, str]:
+    keys, tensor = config.model.linear_attention.key_heads, config.parallel.tensor
+    shared = f" / parallel.tensor={tensor}" if tensor > 1 else ""
+    return (
+        f"model.linear_attention.key_heads={keys}{shared} does not divide by it",
+        "model.linear_attention.key_heads to a multiple",
+    )
 
 
 def _check_ring(config: Config) -> None:
@@ -302,6 +313,9 @@ def _not_shared(model: Model, ranks: int) -> str | None:
     for name, count in counts.items():
         if count % ranks:
             return f"model.{name}={count} does not divide by it"
+    linear = model.linear_attention
+    if any(linear.pattern) and linear.key_heads % ranks:
+        return f"model.linear_attention.key_heads={linear.key_heads} does not divide by it"
     keys = model.heads if model.latent.kv_rank else model.kv_heads
     if keys % ranks and ranks % keys:
         return f"model.kv_heads={keys} is neither a multiple nor a divisor of it"

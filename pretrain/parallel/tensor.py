@@ -10,7 +10,7 @@ The embedding has some rows of its table on each rank, and so has the output hea
 
 One rule holds for all gradients: in backward, every rank has a part of each, and the parts add up to the gradient. `gather` adds them where
 positions are exchanged. A parameter that is split has no other parts. Any other parameter (norms, biases, routers, the small matrices of
-latent attention) is whole on every rank; its parts are added once in a step, by `sum_gradients`.
+latent attention, filters) is whole on every rank; its parts are added once in a step, by `sum_gradients`.
 
 Where the number of ranks does not divide T, the last positions are filled up, and what is computed from them is dropped.
 """
@@ -33,6 +33,7 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts
 from pretrain.models.layers import Embedding, Linear, Mlp
+from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
@@ -43,6 +44,7 @@ from pretrain.parallel.tensor_modules import (
     HeadOfAllPositions,
     LookUpPart,
     NormOfAllHeads,
+    OwnDeltaHeads,
     OwnHeads,
     OwnTokens,
     Positions,
@@ -52,7 +54,7 @@ from pretrain.parallel.tensor_modules import (
     like_whole,
 )
 
-SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
+SUBLAYERS = (Attention, LatentAttention, CrossAttention, GatedDeltaNet, Mlp, MixtureOfExperts)
 """What stands between a `gather` and a `scatter`."""
 
 
@@ -104,7 +106,7 @@ class TensorAxis:
 
     def _split_module(self, module: nn.Module, positions: Positions) -> None:
         match module:
-            case Attention() | LatentAttention() | CrossAttention():
+            case Attention() | LatentAttention() | CrossAttention() | GatedDeltaNet():
                 self._split_attention(module)
             case Mlp():
                 self._split_linear(module.up, 0)
@@ -131,6 +133,12 @@ class TensorAxis:
 
     def _split_attention(self, module: nn.Module) -> None:
         """Give each rank some heads. Fewer key heads than ranks stay whole, and each rank uses the one of its query heads."""
+        if isinstance(module, GatedDeltaNet):
+            for linear in (module.query, module.key, module.value, module.gate, module.decay, module.rate):
+                self._split_linear(linear, 0)
+            self._split_linear(module.output, 1)
+            extend(module, OwnDeltaHeads, head_rank=self.rank, head_ranks=self.size)
+            return
         if isinstance(module, LatentAttention):
             heads = keys = module.output.in_features // module.value_dim
             for name in ("query", "query_up", "kv_up"):
@@ -138,7 +146,7 @@ class TensorAxis:
         else:
             heads, keys = (linear.out_features // module.head_dim for linear in (module.query, module.key))
             split = [module.query, module.key, module.value] if keys % self.size == 0 else [module.query]
-            for linear in split:
+            for linear in (*split, getattr(module, "gate", None)):
                 self._split_linear(linear, 0)
             if isinstance(module, Attention) and not module.per_head and module.query_norm is not None:
                 for linear, norm in ((module.query, module.query_norm), (module.key, module.key_norm)):

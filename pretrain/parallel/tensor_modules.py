@@ -15,6 +15,7 @@ from pretrain.distributed.shards import own_part
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
+from pretrain.models.linear_attention import HeadParameters
 from pretrain.parallel.collectives import gather, scatter, total
 
 
@@ -91,6 +92,17 @@ class OwnHeads:
         dropout = dropout and dropout.of_heads(self.own_heads)
         k_BKSG, v_BKSG = k_BKSG[:, self.used_keys], v_BKSG[:, self.used_keys]
         return super().attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout=dropout)
+
+
+class OwnDeltaHeads:
+    """Linear attention of some heads: rank `head_rank` of `head_ranks` has as many channels of each kind as the others."""
+
+    head_rank: int
+    head_ranks: int
+
+    def of_heads(self) -> HeadParameters:
+        whole = super().of_heads()
+        return HeadParameters(*(x[own_part(len(x), self.head_rank, self.head_ranks)] for x in whole))
 
 
 class NormOfAllHeads:

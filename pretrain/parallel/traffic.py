@@ -29,6 +29,7 @@ from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
 from pretrain.models.experts import MixtureOfExperts, Router
 from pretrain.models.families import family_of
 from pretrain.models.layers import Embedding
+from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.models.loss import LossOptions
 from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
@@ -261,6 +262,9 @@ def _add_positions(traffic: Traffic, network: nn.Module, config: Config, layout:
             traffic.each[kind] += attentions * 3 * (layout.context - 1)
         attentions = 0
     _add_pairs(traffic, GATHER, 2 * attentions + _shifts(network))
+    traffic.each[EXCHANGE] += 4 * sum(
+        isinstance(module, GatedDeltaNet) for module in modules
+    )  # forward and backward, to heads and back
     routers = sum(isinstance(module, Router) for module in modules)
     traffic.each[GATHER] += 4 * routers  # logits, scores, choices, and which positions count
     traffic.each[SCATTER] += routers * (bool(experts.balance_loss) + bool(experts.router_z_loss))

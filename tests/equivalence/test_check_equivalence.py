@@ -70,12 +70,13 @@ MODELS = {
     "tied": ("qwen2.5-0.5b", ALL),
     "windowed": ("gemma3-1b", ALL),
     "latent": ("deepseek-v3", ALL),
+    "linear attention": ("qwen3.5-9b", ALL),
     "experts": ("gpt-oss-20b", "strategy=fsdp shard=2 expert=2", "strategy=fsdp shard=1 tensor=2"),
     "encoder and decoder": ("t5-small", ALL),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "encoder and decoder"}))
+@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "linear attention", "encoder and decoder"}))
 def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_what_the_formula_says(check, prepared, model):
     preset, *layouts = MODELS[model]
     wanted = [] if layouts == [ALL] else ["--layouts", *layouts]
@@ -86,7 +87,7 @@ def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_
         for line in printed.splitlines()
         if re.match(r"\| strategy=", line) and line.endswith("|") and " fp32 | 2 |" in line
     ]
-    counts = {"dense": 6, "tied": 6, "windowed": 6, "latent": 8, "experts": 2, "encoder and decoder": 6}
+    counts = {"dense": 6, "tied": 6, "windowed": 6, "latent": 8, "linear attention": 6, "experts": 2, "encoder and decoder": 6}
     assert len(rows) == counts[model], printed
     assert all("| equal" in row for row in rows)
     assert not [row for row in rows if ", -" in row], "layouts without a formula"
@@ -243,7 +244,7 @@ def takes(check, model, ranks):
 
 
 @pytest.mark.parametrize(
-    "preset", ["deepseek-v3", "gemma3-1b", "gpt2-124m", "smollm3-3b", "smollm2-135m", "gpt-oss-20b", "t5-small"]
+    "preset", ["deepseek-v3", "qwen3.5-9b", "gemma3-1b", "gpt2-124m", "smollm3-3b", "smollm2-135m", "gpt-oss-20b", "t5-small"]
 )
 def test_a_small_model_has_the_structure_of_the_large_one(prepared, preset):
     given, _ = load_config(PRESETS / f"{preset}.yaml", of_data(prepared, preset))

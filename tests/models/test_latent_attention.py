@@ -12,10 +12,11 @@ from pretrain.config.attention_schema import AttentionConfig, Latent, Rope
 from pretrain.config.model_schema import Model, Norm
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
-from pretrain.models.attention import Cache, LatentAttention
+from pretrain.models.attention import LatentAttention
+from pretrain.models.caches import Cache
 from pretrain.models.families import complete
 from pretrain.models.positions import rotary_tables
-from pretrain.models.shape import head_widths
+from pretrain.models.shape import head_widths, layer_specs
 from pretrain.parallel.initialise import initialise
 
 LATENT = Latent(kv_rank=10, query_rank=0, rope_dim=4, plain_dim=6, value_dim=14)
@@ -73,7 +74,7 @@ def test_every_score_and_value_is_what_the_definition_says(layout):
 def test_the_cache_holds_one_latent_and_one_key_per_position_whatever_the_heads():
     network = build_network(model())
     initialise(network, seed=0)
-    cache = Cache(2, 8)
+    cache = Cache(layer_specs(network.config), 8)
     with torch.no_grad():
         network(torch.tensor([[1, 2, 3]]), cache=cache)
     assert cache.layers[0]._keys.shape == (1, 1, 8, 10) and cache.layers[0]._values.shape == (1, 1, 8, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launch_pool import LIMIT_SECONDS
 
-from pretrain.config.attention_schema import AttentionConfig, Latent, Relative, Rope
+from pretrain.config.attention_schema import AttentionConfig, Latent, LinearAttentionConfig, Relative, Rope
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, MlpConfig, Model, Norm
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config, Loss
@@ -53,6 +53,15 @@ OWN = {
     ),
     "latent attention, its weights dropped": Model(
         family="custom", **SMALL, attention_dropout=0.3, latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8)
+    ),
+    "linear attention, gated attention, a window": Model(
+        family="custom", **SMALL | {"layers": 3}, kv_heads=2, attention=AttentionConfig(output_gate=True, window=9),
+        linear_attention=LinearAttentionConfig(pattern=[True, False, True], key_heads=4, value_heads=8, key_dim=5, value_dim=7),
+    ),
+    "linear attention and latent attention, experts, a token ahead": Model(
+        family="custom", **SMALL, experts=EXPERTS, predict_ahead=1, dropout=0.2, mlp=MlpConfig(bias=True), norm=Norm(placement="sandwich"),
+        latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8),
+        linear_attention=LinearAttentionConfig(pattern=[False, True], key_heads=4, negative_eigenvalues=True, kernel=3),
     ),
     "pairs, pre-norm, tables of their own, dropout": Model(
         family="transformer", **SMALL, tie_embeddings=False, dropout=0.2, attention_dropout=0.3, norm=Norm(placement="pre"),

@@ -97,6 +97,7 @@ class Family:
     balance      of families with experts, the router_aux_loss_coef that holds where a config.json does not name it; None: transformers has
                  no balancing loss there
     aliases      other values of model_type that mean this family
+    inert_rope   parameters of rotary positions without effect
     partial      transformers rotates a share of each head here; elsewhere it ignores the field
     refuse       says why transformers would not take a model
     dropped      which tensors of a file are no part of the model; an import says what it leaves out
@@ -126,6 +127,7 @@ class Family:
     local_theta: float | None = None
     scaling: dict[str, Any] | None = None
     partial: bool = False
+    inert_rope: frozenset[str] = frozenset()
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
@@ -311,7 +313,9 @@ class Family:
                 raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
         rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
-            rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
+            rope = rope_from_hf(
+                _without(config, self.inert_rope), self.rope, self.name, self.theta, self.local_theta, self.scaling
+            )
             for name, value in rope.items():
                 said = f"rope_scaling or rope_parameters: {name_in_hf(name)}"
                 values[name] = _typed(Field(name, said), value, {said: value})
@@ -325,6 +329,12 @@ class Family:
         model = self._with_balance(model, config)
         self._check_expressible(model)
         return model
+
+
+def _without(config: dict[str, Any], inert: frozenset[str]) -> dict[str, Any]:
+    """A config.json whose rotary positions lack these parameters."""
+    groups = {name: config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), dict)}
+    return config | {name: {k: v for k, v in group.items() if k not in inert} for name, group in groups.items()}
 
 
 BALANCE = "router_aux_loss_coef"

@@ -1,0 +1,168 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464), a recurrence over positions that is computed in chunks.
+
+A head has a matrix S [G, V], which maps keys to values. At each position it fades, is corrected at the key, and is read by the query:
+
+    S = exp(log_decay) S
+    S = S + key (rate (value - key S))        what S says of the key moves towards the value
+    y = query S
+
+A chunk of C positions needs a few products of matrices (section 3.3, after the UT transform of arXiv 2406.06484). Let g be the sum of log_decay within the
+chunk up to a position, and D[i, j] = exp(g[i] - g[j]) for j <= i. With rows of all positions of the chunk, and S before it:
+
+    A               the inverse of 1 + the part of rate (K K' * D) below the diagonal
+    U, W            A (rate values), A (rate exp(g) K)
+    corrections     U - W S
+    results         exp(g) Q S + (Q K' * D) (U - W S)
+    S after it      exp(g[last]) S + (exp(g[last] - g) K)' (U - W S)
+
+All that does not contain S is computed for all chunks together, so that from chunk to chunk only one product is left.
+
+Where documents are told apart, S is zero at the beginning of each. No logarithm of a decay is infinite for it: pairs of positions in two documents are masked.
+
+Shapes: B batch, T time, K heads of keys and queries, R heads of values for each of them, N chunks, C positions of a chunk, G key width, V value width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+CHUNK = 64
+"""Positions of a chunk, as in the kernels of flash-linear-attention."""
+
+
+class _Sight(NamedTuple):
+    """What positions of a chunk may see where documents are told apart, True or False; each is [B, 1, 1, N, ...]."""
+
+    earlier: Tensor
+    """[..., C, C]: a position and an earlier one, or itself."""
+    before: Tensor
+    """[..., C]: the matrix from before the chunk."""
+    after: Tensor
+    """[..., C]: what comes after the chunk sees the position."""
+    through: Tensor
+    """[...]: what comes after the chunk sees the matrix from before it."""
+
+
+def gated_delta_rule(
+    q_BKTG: Tensor,
+    k_BKTG: Tensor,
+    v_BKRTV: Tensor,
+    log_decay_BKRT: Tensor,
+    rate_BKRT: Tensor,
+    begins_BT: Tensor | None = None,
+    state_BKRGV: Tensor | None = None,
+    products: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results [B, K, R, T, V] of all positions, and S after the last one; in the format of the arguments, which is fp32 or wider.
+
+    `begins_BT`: true where a document begins. `state_BKRGV`: S before the first position, zero by default. `products`: the format in which matrices are
+    multiplied, by default that of the arguments. Decays, the inverse of the system and S are never in a narrower one.
+    """
+    length = q_BKTG.shape[2]
+    size = min(CHUNK, length)
+    multiply = functools.partial(_multiply, dtype=products or q_BKTG.dtype)
+    q, k = (_chunks(x, 2, size)[:, :, None] for x in (q_BKTG, k_BKTG))  # [B, K, 1, N, C, G]
+    v, log_decay, rate = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT, rate_BKRT))
+    g, rate = log_decay.cumsum(-1), rate[..., None]
+    sight = _sight(begins_BT, size, q.device)
+    fading = torch.where(sight.earlier, g[..., :, None] - g[..., None, :], -torch.inf).exp()
+    faded = (g.exp() * sight.before)[..., None]
+    inverse = _InverseOfLower.apply(multiply(k, k.mT) * fading * rate)
+    u, w = multiply(inverse, v * rate), multiply(inverse, k * (faded * rate))
+    scores = multiply(q, k.mT) * fading
+    written = (k * ((g[..., -1:] - g).exp() * sight.after)[..., None]).mT
+    kept = (g[..., -1].exp() * sight.through)[..., None, None]
+    states, state = _states(kept, multiply(written, w), multiply(written, u), state_BKRGV, multiply)
+    y = multiply(scores, u) + multiply(q * faded - multiply(scores, w), states)
+    return y.flatten(3, 4)[:, :, :, :length], state
+
+
+def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
+
+
+class _InverseOfLower(torch.autograd.Function):
+    """The inverse of 1 + the part of matrices [..., C, C] below the diagonal. What is on and above it is not read."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+        # From the left, it would take half as long again on a CPU.
+        inverse = torch.linalg.solve_triangular(matrix, one, upper=False, unitriangular=True, left=False)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ g @ inverse.mT).neg_().tril_(-1)
+
+
+def _chunks(x: Tensor, dim: int, size: int) -> Tensor:
+    """[..., T, ...] as [..., N, C, ...], filled up with zeros: no decay, no rate, no key."""
+    missing = -x.shape[dim] % size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
+    return x.unflatten(dim, (-1, size))
+
+
+def _sight(begins_BT: Tensor | None, size: int, device: torch.device) -> _Sight:
+    earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if begins_BT is None:
+        always = torch.ones((), dtype=torch.bool, device=device)
+        return _Sight(earlier, always, always, always)
+    numbers_BNC = _chunks(begins_BT, 1, size).flatten(1).cumsum(1).unflatten(1, (-1, size))
+    last_BN = numbers_BNC[..., -1]
+    before_BN = F.pad(last_BN[:, :-1], (1, 0))  # the document of S before the first position is number 0
+    alike = (
+        earlier & (numbers_BNC[..., :, None] == numbers_BNC[..., None, :]),
+        numbers_BNC == before_BN[..., None],
+        numbers_BNC == last_BN[..., None],
+        before_BN == last_BN,
+    )
+    return _Sight(*(x[:, None, None] for x in alike))
+
+
+def _states(
+    kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes kept S - moves S + adds."""
+    found = []
+    for keep, move, add in zip(
+        kept.unbind(3), moves.unbind(3), adds.unbind(3)
+    ):  # in backward, an index would make zeros for all other chunks
+        found.append(torch.zeros_like(add) if state is None else state)
+        state = add if state is None else keep * state - multiply(move, state) + add
+    return torch.stack(found, 3), state
+
+
+def short_convolution(
+    x_BTC: Tensor, filter_CW: Tensor, begins_BT: Tensor | None = None, recent_BLC: Tensor | None = None
+) -> Tensor:
+    """Each channel's sum over the last W positions, itself included, each with its weight; the last weight is of the position itself.
+
+    `begins_BT`: true where a document begins, of which positions before are no part. `recent_BLC`: the W - 1 positions before the first one, zeros by default.
+    """
+    length, width = x_BTC.shape[1], filter_CW.shape[1]
+    if recent_BLC is None:
+        padded = F.pad(x_BTC, (0, 0, width - 1, 0))
+    else:
+        padded = torch.cat((recent_BLC.to(x_BTC.dtype), x_BTC), dim=1)
+    y_BTC = x_BTC * filter_CW[:, -1]
+    numbers_BT = None if begins_BT is None else F.pad(begins_BT.cumsum(1), (width - 1, 0))
+    for back in range(1, width):
+        earlier_BTC = padded[:, width - 1 - back : width - 1 - back + length]
+        term = earlier_BTC * filter_CW[:, -1 - back]
+        if numbers_BT is not None:
+            alike_BT = numbers_BT[:, width - 1 :] == numbers_BT[:, width - 1 - back : width - 1 - back + length]
+            term = term * alike_BT[..., None]
+        y_BTC = y_BTC + term
+    return y_BTC

@@ -3,7 +3,8 @@
     x --query, key, value--> short convolution of each channel, SiLU --> heads; queries and keys of length one
     x --decay--> log_decay = -exp(log_decay_scale) softplus(. + decay_bias)      how fast a head forgets
     x --rate---> sigmoid                                                         how far it corrects itself
-                 gated delta rule (delta_rule.py) --> output_norm, per head --> x SiLU(gate(x)) --output-->
+    x --gate---> SiLU                                                            what its result is multiplied with, after the norm
+                 gated delta rule (delta_rule.py) --> output_norm, per head --> x the gate --output-->
 
 It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections, matrices are multiplied in the format
 of the activations and all else is computed in fp32. Only the projections' results are stored for backward, which computes the rest again.
@@ -23,10 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model
-from pretrain.models.activations import gate
 from pretrain.models.caches import RecurrentCache
 from pretrain.models.delta_rule import gated_delta_rule, short_convolution
-from pretrain.models.layers import Linear, RMSNorm, at_hand
+from pretrain.models.layers import Linear, RMSNorm, at_hand, rms_norm
 from pretrain.models.network import Initial
 
 EPS = 1e-6
@@ -47,6 +47,13 @@ class HeadParameters(NamedTuple):
     decay_bias: Tensor
 
 
+class _Sizes(NamedTuple):
+    key_dim: int
+    value_dim: int
+    largest_rate: float
+    eps: float
+
+
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule. Each key head serves `value_heads / key_heads` value heads that follow each other."""
 
@@ -55,8 +62,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         sizes, dim = config.linear_attention, config.dim
-        self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
-        self.largest_rate = 2.0 if sizes.negative_eigenvalues else 1.0
+        self.sizes = _Sizes(sizes.key_dim, sizes.value_dim, 2.0 if sizes.negative_eigenvalues else 1.0, config.norm_eps)
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         self.query, self.key, self.value, self.gate = (Linear(dim, width) for width in (keys, keys, values, values))
         self.decay, self.rate = Linear(dim, sizes.value_heads), Linear(dim, sizes.value_heads)
@@ -69,36 +75,19 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BTD: Tensor, begins_BT: Tensor | None = None, cache: RecurrentCache | None = None) -> Tensor:
         """`begins_BT`: true where a document begins, of which earlier positions are no part."""
-        projected = [layer(x_BTD) for layer in (self.query, self.key, self.value, self.decay, self.rate)]
-        y_BTC = self.mix(*projected, begins_BT, cache)
-        y_BTHV = self.output_norm(y_BTC.unflatten(-1, (-1, self.value_dim)))
-        return self.output(gate("silu", self.gate(x_BTD), y_BTHV.flatten(-2)))
+        projected = [layer(x_BTD) for layer in (self.query, self.key, self.value, self.gate, self.decay, self.rate)]
+        return self.output(self.mix(projected, begins_BT, cache))
 
-    def mix(
-        self,
-        q_BTC: Tensor,
-        k_BTC: Tensor,
-        v_BTC: Tensor,
-        decay_BTH: Tensor,
-        rate_BTH: Tensor,
-        begins_BT: Tensor | None,
-        cache: RecurrentCache | None,
-    ) -> Tensor:
-        """What the heads at hand make of all positions, [B, T, C]."""
-        inputs = (q_BTC, k_BTC, v_BTC, decay_BTH, rate_BTH, *self.of_heads())
-        options = {
-            "begins_BT": begins_BT,
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-            "largest_rate": self.largest_rate,
-        }
+    def mix(self, projected: list[Tensor], begins_BT: Tensor | None, cache: RecurrentCache | None) -> Tensor:
+        """What the heads at hand make of all positions, normed and gated, [B, T, C]. `projected`: see `_mix`."""
+        inputs = (*projected, self.output_norm.gain(), *self.of_heads())
+        run = functools.partial(_mix, begins_BT=begins_BT, sizes=self.sizes)
         if cache is not None:
-            y_BTC, state = _mix(*inputs, recent=cache.recent, state=cache.state, **options)
-            kernel = self.query_filter.shape[-1]
-            recent = [_recent(x, old, begins_BT, kernel - 1) for x, old in zip((q_BTC, k_BTC, v_BTC), cache.recent)]
-            cache.keep(recent, state, q_BTC.shape[1])
+            y_BTC, state = run(*inputs, recent=cache.recent, state=cache.state)
+            count = self.query_filter.shape[-1] - 1
+            recent = [_recent(x, old, begins_BT, count) for x, old in zip(projected[:3], cache.recent)]
+            cache.keep(recent, state, y_BTC.shape[1])
             return y_BTC
-        run = functools.partial(_mix, **options)
         if torch.compiler.is_compiling():  # torch's compiler chooses by itself what it computes again
             return run(*inputs)[0]
         return _ComputedAgain.apply(lambda *tensors: run(*tensors)[0], *inputs)
@@ -112,34 +101,35 @@ def _mix(
     q_BTC: Tensor,
     k_BTC: Tensor,
     v_BTC: Tensor,
+    gate_BTC: Tensor,
     decay_BTH: Tensor,
     rate_BTH: Tensor,
+    gain_V: Tensor,
     *of_heads: Tensor,
     begins_BT: Tensor | None,
-    key_dim: int,
-    value_dim: int,
-    largest_rate: float,
+    sizes: _Sizes,
     recent: Sequence[Tensor | None] = (None, None, None),
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Short convolutions, the delta rule, and its state after the last position."""
-    dtype = torch.promote_types(q_BTC.dtype, torch.float32)
+    """Short convolutions, the delta rule, the norm and the gate; and the state after the last position."""
+    wide = functools.partial(torch.Tensor.to, dtype=torch.promote_types(q_BTC.dtype, torch.float32))
     *filters, log_scale_H, bias_H = of_heads
     mixed = []
     for x_BTC, filter_C1W, recent_BLC in zip((q_BTC, k_BTC, v_BTC), filters, recent):
         # The filter in the format of the activations, as every matrix.
-        filter_CW = filter_C1W.to(x_BTC.dtype).to(dtype)[:, 0]
-        mixed.append(F.silu(short_convolution(x_BTC.to(dtype), filter_CW, begins_BT, recent_BLC)))
-    q_BKTG, k_BKTG = (_of_length_one(x.unflatten(-1, (-1, key_dim)).transpose(1, 2)) for x in mixed[:2])
+        filter_CW = wide(filter_C1W.to(x_BTC.dtype))[:, 0]
+        mixed.append(F.silu(short_convolution(wide(x_BTC), filter_CW, begins_BT, recent_BLC)))
+    q_BKTG, k_BKTG = (_of_length_one(x.unflatten(-1, (-1, sizes.key_dim)).transpose(1, 2)) for x in mixed[:2])
     keys = q_BKTG.shape[1]
-    v_BKRTV = mixed[2].unflatten(-1, (keys, -1, value_dim)).permute(0, 2, 3, 1, 4)
-    log_decay_BTH = -log_scale_H.to(dtype).exp() * F.softplus(decay_BTH.to(dtype) + bias_H.to(dtype))
-    rate_BTH = rate_BTH.to(dtype).sigmoid() * largest_rate
+    v_BKRTV = mixed[2].unflatten(-1, (keys, -1, sizes.value_dim)).permute(0, 2, 3, 1, 4)
+    log_decay_BTH = -wide(log_scale_H).exp() * F.softplus(wide(decay_BTH) + wide(bias_H))
+    rate_BTH = wide(rate_BTH).sigmoid() * sizes.largest_rate
     log_decay, rate = (x.unflatten(-1, (keys, -1)).permute(0, 2, 3, 1) for x in (log_decay_BTH, rate_BTH))
     y_BKRTV, state = gated_delta_rule(
-        q_BKTG * key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products=q_BTC.dtype
+        q_BKTG * sizes.key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products=q_BTC.dtype
     )
-    return y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2).to(q_BTC.dtype), state
+    normed_BTHV = rms_norm(y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2, 3), gain_V, sizes.eps)
+    return (normed_BTHV.flatten(2) * F.silu(wide(gate_BTC))).to(q_BTC.dtype), state
 
 
 def _of_length_one(x: Tensor) -> Tensor:

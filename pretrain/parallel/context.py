@@ -229,9 +229,8 @@ class HeadsForPositions:
 
     context: ContextAxis
 
-    def mix(self, *projected: Any) -> Tensor:
-        *channels, begins_BT, cache = projected
-        return self.context.to_positions(super().mix(*self.context.to_heads(channels), begins_BT, cache))
+    def mix(self, projected: list[Tensor], begins_BT: Tensor | None, cache: Any) -> Tensor:
+        return self.context.to_positions(super().mix(self.context.to_heads(projected), begins_BT, cache))
 
     def of_heads(self) -> HeadParameters:
         whole = super().of_heads()

@@ -14,8 +14,9 @@ def position_by_position(
     rate_BKRT: Tensor,
     begins_BT: Tensor | None = None,
     state_BKRGV: Tensor | None = None,
+    products: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `gated_delta_rule` of models/delta_rule.py."""
+    """As `gated_delta_rule` of models/delta_rule.py, but that `products` change nothing."""
     batch, keys, repeats, length, width = v_BKRTV.shape
     state = state_BKRGV
     if state is None:

@@ -14,7 +14,7 @@ from pretrain.config.keys import Except, key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "smollm3", "starcoder2",
+    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "smollm3", "starcoder2",
     "t5",
 ]  # fmt: skip
 
@@ -66,6 +66,11 @@ class ExpertsConfig:
         "How many experts every token passes through. Together they are one MLP, whose width is this number times `ffn_dim`.",
         ge=0,
         le=10_000,
+    )
+    shared_gate: bool | None = key(
+        None,
+        "Whether their result is multiplied by the sigmoid of a projection to one number (Qwen 3.5).",
+        when={"model.experts.shared": Except(0)},
     )
     dense_layers: list[int] | None = key(
         None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default.", le=10_000

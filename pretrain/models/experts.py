@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.activations import ACTIVATIONS, gate
-from pretrain.models.layers import Mlp, at_hand
+from pretrain.models.layers import Linear, Mlp, at_hand
 
 
 class RouterReport(NamedTuple):
@@ -149,13 +149,17 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.experts.count, config.dim, width, mlp.activation, mlp.gated, mlp.bias)
         shared = config.experts.shared
         self.shared = Mlp(config.dim, shared * width, mlp.activation, mlp.gated, mlp.bias) if shared else None
+        self.shared_gate = Linear(config.dim, 1) if config.experts.shared_gate else None
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> tuple[Tensor, RouterReport | None]:
         """The sublayer's output; the router's report where there are positions to count (`Router`)."""
         chosen_BTK, weights_BTK, report = self.router(x_BTD, counted_BT)
         y_ND = dispatch(self.experts, x_BTD.flatten(0, 1), chosen_BTK.flatten(0, 1), weights_BTK.flatten(0, 1))
         y_BTD = y_ND.view_as(x_BTD)
-        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), report
+        if self.shared is None:
+            return y_BTD, report
+        shared_BTD = self.shared(x_BTD)
+        return y_BTD + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD).sigmoid()), report
 
 
 def project_rows(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor) -> Tensor:

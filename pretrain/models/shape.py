@@ -26,7 +26,7 @@ PLAIN: dict[str, Any] = {
     "linear_attention.value_dim": 0, "linear_attention.kernel": 4, "linear_attention.negative_eigenvalues": False,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
     "mlp.activation": "silu", "mlp.gated": True, "mlp.bias": False,
-    "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
+    "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.shared_gate": False, "experts.dense_layers": [],
     "experts.scoring": "softmax", "experts.normalise": True, "experts.scale": 1.0, "experts.groups": 1, "experts.active_groups": 1,
     "experts.router_bias": False, "experts.correction": False, "experts.correction_rate": 0.0, "experts.balance_loss": 0.0,
     "experts.balance_scope": "sequence", "experts.router_z_loss": 0.0,
@@ -288,6 +288,11 @@ def _check_experts(model: Model) -> None:
     if not 1 <= experts.active <= experts.count:
         raise ConfigError(
             f"model.experts.active={experts.active} of model.experts.count={experts.count}; give 1 to {experts.count}"
+        )
+    if experts.shared_gate and not experts.shared:
+        raise ConfigError(
+            f"model.experts.shared_gate=true, by the configuration or by model.family={model.family}, and model.experts.shared=0: there is nothing to "
+            "gate; set model.experts.shared, or remove it"
         )
     if experts.groups > 1 and (experts.count % experts.groups or size < 2 or experts.active_groups > experts.groups):
         raise ConfigError(

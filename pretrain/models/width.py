@@ -36,7 +36,7 @@ def kind_of(name: str, dimensions: int) -> Kind:
     """The kind of a parameter in one of our networks, by its name."""
     if dimensions < 2 or name.endswith(("bias", "bias.table.weight", "filter")) or "embedding" in name:
         return Kind.INPUT
-    return Kind.OUTPUT if name == "output.weight" or name.endswith("router.weight") else Kind.HIDDEN
+    return Kind.OUTPUT if name == "output.weight" or name.endswith(("router.weight", "shared_gate.weight")) else Kind.HIDDEN
 
 
 def update_scale(kind: Kind, optimizer: str, share: float) -> float:

@@ -26,7 +26,7 @@ from parity import ALL, cases  # noqa: E402
 
 SMALL = {"dim": 24, "layers": 2, "heads": 4, "ffn_dim": 40, "vocab_size": 61}
 EXPERTS = ExpertsConfig(
-    count=6, active=2, ffn_dim=24, shared=1, balance_loss=0.1, router_z_loss=0.01, scoring="sigmoid", correction=True, correction_rate=0.05,
+    count=6, active=2, ffn_dim=24, shared=1, shared_gate=True, balance_loss=0.1, router_z_loss=0.01, scoring="sigmoid", correction=True, correction_rate=0.05,
     dense_layers=[0], groups=3, active_groups=2, scale=1.5,
 )  # fmt: skip
 OWN = {

@@ -1,0 +1,104 @@
+"""What the families of Qwen3.5 share: Gated DeltaNet in some layers, and attention with an output gate in the others.
+
+`layer_types` of config.json says which layers have what. Where it is absent, every `full_attention_interval`-th layer has attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError, shown
+from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
+from pretrain.models.families.declare.family import Field
+from pretrain.models.families.declare.weights import CONCATENATED, FUSED_PER_HEAD, entry
+from pretrain.models.families.declare.windows import whole
+from pretrain.models.shape import layer_specs
+
+_interval = whole("full_attention_interval", 4)
+_KINDS = ("full_attention", "linear_attention")
+
+
+def layer_types(model: Model) -> list[str]:
+    """`layer_types` of config.json: which layers have linear attention."""
+    return [_KINDS[spec.mixer == "gated_delta"] for spec in layer_specs(model)]
+
+
+def _pattern(types: Any, config: dict[str, Any]) -> list[bool]:
+    layers = int(config["num_hidden_layers"])
+    if types is None:
+        return [(layer + 1) % _interval(config) != 0 for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(kind in _KINDS for kind in types):
+        raise ConfigError(
+            f"config.json: layer_types={shown(types)} is not supported: expected {' or '.join(_KINDS)} for each of {layers} layers"
+        )
+    return [kind == "linear_attention" for kind in types]
+
+
+def full_attention_interval(model: Model) -> int | None:
+    """The period of the layers with attention, for readers that know only a period; None if the pattern has none."""
+    types = layer_types(model)
+    periods = range(1, model.layers + 1)
+    return next((n for n in periods if types == [_KINDS[(i + 1) % n != 0] for i in range(model.layers)]), None)
+
+
+def refuse_no_linear_attention(model: Model) -> str | None:
+    """Why a model does not belong to these families: all of its layers have attention. None if it does."""
+    return None if any(model.linear_attention.pattern) else "model.linear_attention.pattern=[false] has no linear attention"
+
+
+def of_images(name: str, model: Model) -> bool:
+    """`dropped` where files hold prediction further ahead, or what looks at images: text needs neither."""
+    return name.startswith(("mtp.", "model.visual."))
+
+
+def fields(kv_heads: int) -> tuple[Field, ...]:
+    """The fields of config.json that all of them have. `kv_heads`: what an absent one means."""
+    return (
+        *sizes(kv_heads=kv_heads, head_dim=256, length=32768),
+        eps(1e-6),
+        tied(False),
+        Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), _pattern),
+        Field("linear_attention.key_heads", "linear_num_key_heads", 16),
+        Field("linear_attention.value_heads", "linear_num_value_heads", 32),
+        Field("linear_attention.key_dim", "linear_key_head_dim", 128),
+        Field("linear_attention.value_dim", "linear_value_head_dim", 128),
+        Field("linear_attention.kernel", "linear_conv_kernel_dim", 4),
+    )
+
+
+_LINEAR, _THEIRS = f"{LAYER}.linear_attention", f"{THEIRS}.linear_attn"
+_NAMES = {
+    "gate.weight": "in_proj_z.weight",
+    "rate.weight": "in_proj_b.weight",
+    "decay.weight": "in_proj_a.weight",
+    "decay_bias": "dt_bias",
+    "log_decay_scale": "A_log",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "out_proj.weight",
+}
+_QUERY = f"{LAYER}.attention.query.weight"
+WEIGHTS_HYBRID = (
+    *ENDS,
+    *PRE_NORMS,
+    *(line for line in ATTENTION if line.ours != (_QUERY,)),
+    entry([_QUERY, f"{LAYER}.attention.gate.weight"], f"{THEIRS}.self_attn.q_proj.weight", FUSED_PER_HEAD),
+    entry([f"{_LINEAR}.{n}.weight" for n in ("query", "key", "value")], f"{_THEIRS}.in_proj_qkv.weight", CONCATENATED),
+    entry([f"{_LINEAR}.{n}_filter" for n in ("query", "key", "value")], f"{_THEIRS}.conv1d.weight", CONCATENATED),
+    *(entry(f"{_LINEAR}.{ours}", f"{_THEIRS}.{theirs}") for ours, theirs in _NAMES.items()),
+)
+"""All tensors but those of MLPs or experts."""
+
+FIXED_HYBRID: dict[str, Any] = {"norm.kind": "rms_offset", "norm.qk": "head", "attention.output_gate": True}
+DEFAULTS_HYBRID: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "rope.theta": 10_000_000.0,
+    "rope.fraction": 0.25,
+    # A small model keeps one layer with attention, its last.
+    "linear_attention.pattern": lambda model: [True] * min(3, model.layers - 1) + [False],
+}
+CONSTANTS_HYBRID: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True}
+INERT_HYBRID = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
+"""Of the layers that predict further ahead, and the format of the state, which transformers computes in fp32 anyway."""
+INERT_ROPE_HYBRID = frozenset({"mrope_section", "mrope_interleaved"})
+"""How positions of images are told apart; those of text have three equal numbers."""

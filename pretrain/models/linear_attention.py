@@ -122,7 +122,9 @@ def _mix(
     q_BKTG, k_BKTG = (_of_length_one(x.unflatten(-1, (-1, sizes.key_dim)).transpose(1, 2)) for x in mixed[:2])
     keys = q_BKTG.shape[1]
     v_BKRTV = mixed[2].unflatten(-1, (keys, -1, sizes.value_dim)).permute(0, 2, 3, 1, 4)
-    log_decay_BTH = -wide(log_scale_H).exp() * F.softplus(wide(decay_BTH) + wide(bias_H))
+    # Softplus by another operator: of `softplus_backward`, torch 2.13 traces other strides than it computes.
+    softplus_BTH = torch.logaddexp(wide(decay_BTH) + wide(bias_H), torch.zeros_like(wide(bias_H)))
+    log_decay_BTH = -wide(log_scale_H).exp() * softplus_BTH
     rate_BTH = wide(rate_BTH).sigmoid() * sizes.largest_rate
     log_decay, rate = (x.unflatten(-1, (keys, -1)).permute(0, 2, 3, 1) for x in (log_decay_BTH, rate_BTH))
     y_BKRTV, state = gated_delta_rule(

@@ -251,6 +251,7 @@ def test_what_is_compiled_and_recomputed_computes_the_same(pool, config_file, tm
 EXPERTS = ("model.family=qwen3_moe", "model.experts={count: 4, active: 2, ffn_dim: 32, balance_loss: 0.01}")
 LATENT = ("model.family=deepseek_v3", "model.latent={kv_rank: 8, rope_dim: 8, plain_dim: 8, value_dim: 8}", "model.kv_heads=null",
           "model.experts={count: 4, active: 2, ffn_dim: 32, dense_layers: [0]}")  # fmt: skip
+LINEAR = ("model.family=qwen3_5", "model.vocab_size=264", "model.linear_attention={pattern: [true, false], key_heads: 4, key_dim: 8}")
 SHARED = {
     "tensor": ("parallel.tensor=2",),
     "context": ("parallel.context=2",),
@@ -264,6 +265,10 @@ SHARED = {
     "tensor, experts, recomputed": ("parallel.tensor=2", "parallel.activation_checkpointing=full", *EXPERTS),
     "expert, recomputed": ("parallel.expert=2", "parallel.activation_checkpointing=full", *EXPERTS),
     "expert, latent, recomputed": ("parallel.expert=2", "parallel.activation_checkpointing=full", *LATENT),
+    "tensor, linear attention": ("parallel.tensor=2", *LINEAR),
+    "context, linear attention": ("parallel.context=2", *LINEAR),
+    "context, linear attention, selective": ("parallel.context=2", "parallel.activation_checkpointing=selective", *LINEAR),
+    "tensor, linear attention, recomputed": ("parallel.tensor=2", "parallel.activation_checkpointing=full", *LINEAR),
 }
 
 

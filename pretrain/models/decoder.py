@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs: Inputs = {}
         for window in {spec.sees for spec in specs}:
-            if window is None:
+            if window is None:  # linear attention
                 inputs[window] = None, None if numbers_BT is None else document_begins(numbers_BT)[:, start:]
                 continue
             mask = self._mask(start, stop, numbers_BT, device, window, cache, starts_BN)

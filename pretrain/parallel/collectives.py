@@ -50,7 +50,7 @@ def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def exchange(x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part i of the first dimension goes to rank i; what comes from each rank, in their order. Gradients go the other way."""
-    return _Exchange.apply(x_NX, group)
+    return _AllToAll.apply(x_NX, group)
 
 
 def add_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None) -> None:
@@ -75,7 +75,7 @@ def _scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own
 
 
-def _exchange(x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
     arrived_NX = torch.empty_like(x_NX, memory_format=torch.contiguous_format)
     dist.all_to_all_single(arrived_NX, x_NX.contiguous(), group=group)
     return arrived_NX
@@ -103,15 +103,15 @@ class _Scatter(torch.autograd.Function):
         return _gather(g_BRX, ctx.group), None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_NX: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return new_name(_exchange(x_NX, group))
+        return new_name(_all_to_all(x_NX, group))
 
     @staticmethod
     def backward(ctx, g_NX: Tensor) -> tuple[Tensor, None]:
-        return _exchange(g_NX, ctx.group), None
+        return _all_to_all(g_NX, ctx.group), None
 
 
 class _Total(torch.autograd.Function):

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
-from pretrain.distributed.shards import own_part, own_stretches, stretch_length
+from pretrain.distributed.shards import own_stretches, stretch_length
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
@@ -42,7 +42,7 @@ from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
 from pretrain.parallel.collectives import exchange, extend, gather
-from pretrain.parallel.tensor_modules import AllTokens, OwnTokens
+from pretrain.parallel.tensor_modules import AllTokens, OwnTokens, share_of_heads
 
 
 class ContextAxis:
@@ -233,8 +233,7 @@ class HeadsForPositions:
         return self.context.to_positions(super().mix(self.context.to_heads(projected), begins_BT, cache))
 
     def of_heads(self) -> HeadParameters:
-        whole = super().of_heads()
-        return HeadParameters(*(x[own_part(len(x), self.context.rank, self.context.size)] for x in whole))
+        return share_of_heads(super().of_heads(), self.context.rank, self.context.size)
 
 
 class AllLatents(NamedTuple):

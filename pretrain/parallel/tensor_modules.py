@@ -95,14 +95,13 @@ class OwnHeads:
 
 
 class OwnDeltaHeads:
-    """Linear attention of some heads: rank `head_rank` of `head_ranks` has as many channels of each kind as the others."""
+    """Linear attention of some heads: rank `head_rank` of `head_ranks` has as many as the others."""
 
     head_rank: int
     head_ranks: int
 
     def of_heads(self) -> HeadParameters:
-        whole = super().of_heads()
-        return HeadParameters(*(x[own_part(len(x), self.head_rank, self.head_ranks)] for x in whole))
+        return share_of_heads(super().of_heads(), self.head_rank, self.head_ranks)
 
 
 class NormOfAllHeads:
@@ -154,6 +153,11 @@ class OwnTokens:
 
     def forward(self, hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any) -> Any:
         return super().forward(hidden_BRD, self.positions.own(embedded_BTD), *arguments)
+
+
+def share_of_heads(whole: HeadParameters, rank: int, ranks: int) -> HeadParameters:
+    """The parameters of the heads of one of several ranks, of those of all of them."""
+    return HeadParameters(*(x[own_part(len(x), rank, ranks)] for x in whole))
 
 
 # ---- parts of tensors ---------------------------------------------------------------------------------------------------------

@@ -262,9 +262,8 @@ def _add_positions(traffic: Traffic, network: nn.Module, config: Config, layout:
             traffic.each[kind] += attentions * 3 * (layout.context - 1)
         attentions = 0
     _add_pairs(traffic, GATHER, 2 * attentions + _shifts(network))
-    traffic.each[EXCHANGE] += 4 * sum(
-        isinstance(module, GatedDeltaNet) for module in modules
-    )  # forward and backward, to heads and back
+    # To heads and back, forward and backward.
+    traffic.each[EXCHANGE] += 4 * sum(isinstance(module, GatedDeltaNet) for module in modules)
     routers = sum(isinstance(module, Router) for module in modules)
     traffic.each[GATHER] += 4 * routers  # logits, scores, choices, and which positions count
     traffic.each[SCATTER] += routers * (bool(experts.balance_loss) + bool(experts.router_z_loss))

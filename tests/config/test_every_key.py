@@ -49,7 +49,7 @@ BESIDE = {
     "model.rope.low_frequency": LLAMA3, "model.rope.high_frequency": LLAMA3,
     "model.rope.beta": YARN, "model.rope.attention_factor": YARN, "model.rope.mscale": YARN, "model.rope.truncate": YARN,
     "model.rope.local_theta": WINDOW, "model.rope.scale_local": WINDOW, "model.attention.window_pattern": WINDOW,
-    "model.latent": LATENT, "model.linear_attention": [*BASE, "model.linear_attention.pattern=[true,false]"],
+    "model.latent": LATENT, "model.linear_attention.pattern": BASE, "model.linear_attention": [*BASE, "model.linear_attention.pattern=[true,false]"],
     "model.experts.shared_gate": [*EXPERTS, "model.experts.shared=1"], "model.experts.active_groups": [*EXPERTS, "model.experts.groups=4"], "model.experts": EXPERTS,
     "model.relative": SPANS, "model.encoder": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
@@ -63,7 +63,7 @@ BESIDE = {
 # Values for keys of which the next one of the type would not do.
 VALUES: dict[str, list[Any]] = {
     "precision.fp8": ["tensorwise"], "precision.fp8_modules": ["['*.mlp.*']"], "model.heads": [2], "model.vocab_size": [300], "model.encoder.vocab_size": [300], "model.max_sequence_length": [64],
-    "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"],
+    "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"], "model.linear_attention.pattern": ["[true,false]", "[false,true]"],
     "model.experts.dense_layers": ["[0]"], "model.encoder.layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
     "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "batch.lengths": ["[{until_tokens: 1024, length: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
     "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],

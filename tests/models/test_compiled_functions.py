@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pretrain.models.delta_rule import _InverseOfLower
 from pretrain.models.experts import _GatherChoices, _Permute
 from pretrain.models.layers import _Copy, _LookUp
-from pretrain.parallel.collectives import _Gather, _Scatter, _Total
+from pretrain.parallel.collectives import _AllToAll, _Gather, _Scatter, _Total
 from pretrain.parallel.fp8 import _Product
 from pretrain.parallel.tensor_modules import Shared
 
@@ -29,6 +30,8 @@ CASES = {
     "permutation": (lambda x, _: _Permute.apply(x, ORDER, ORDER.argsort()), [((4, 3), WIDE)]),
     "gather": (lambda x, group: _Gather.apply(x, group), [((2, 4, 3), WIDE)]),
     "scatter": (lambda x, group: _Scatter.apply(x, group), [((2, 4, 3), WIDE)]),
+    "all to all": (lambda x, group: _AllToAll.apply(x, group), [((1, 4, 3), WIDE)]),
+    "inverse": (lambda x, _: _InverseOfLower.apply(x), [((2, 4, 4), WIDE)]),
     "total": (lambda x, group: _Total.apply(x, group), [((2, 4, 3), WIDE)]),
     "shared": (lambda x, _: Shared.apply(x, 2), [((2, 4, 3), WIDE)]),
     "fp8": (lambda x, weight, _: _Product.apply(x, weight, "tensorwise"), [((16, 32), NARROW), ((16, 32), WIDE)]),
@@ -41,6 +44,7 @@ NOT_TRACED = {
     "_LayerNorm": "takes another way where it is compiled",
     "_GeluFromTables": "takes another way where it is compiled",
     "_Turn": "takes another way where it is compiled",
+    "_ComputedAgain": "takes another way where it is compiled",
     "_FusedLosses": "left out by torch.compiler.disable",
     "_Exchange": "left out by torch.compiler.disable",
     "LookUpPart": "the embedding is no block, and tensor-parallel models are not compiled as a whole",
@@ -53,7 +57,7 @@ NOT_TRACED = {
 def test_no_function_is_forgotten():
     files = (Path(__file__).resolve().parents[2] / "pretrain").rglob("*.py")
     found = {name for file in files for name in re.findall(r"class (\w+)\(torch\.autograd\.Function\)", file.read_text())}
-    compiled = {kind.__name__ for kind in (_Copy, _LookUp, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product)}
+    compiled = {kind.__name__ for kind in (_Copy, _LookUp, _GatherChoices, _Permute, _Gather, _Scatter, _Total, _AllToAll, _InverseOfLower, Shared, _Product)}
     assert found == compiled | NOT_TRACED.keys()
 
 

@@ -35,7 +35,10 @@ def test_the_pattern_of_a_family_fits_any_depth(family, layers):
     model = complete(Model(family=family, layers=layers, **SIZES, experts=experts))
     deep = complete(Model(family=family, layers=60, **SIZES, experts=experts))
     specs, deeper = layer_specs(model), layer_specs(deep)[:layers]
-    assert [(spec.window, spec.rope) for spec in specs] == [(spec.window, spec.rope) for spec in deeper]
+    if all(spec.mixer == "gated_delta" for spec in deeper):  # a small model keeps a layer with attention
+        attention = next(spec for spec in layer_specs(deep) if spec.mixer == "attention")
+        deeper = [*deeper[:-1], attention]
+    assert specs == deeper
 
 
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=6), window=st.sampled_from([0, 8]), layers=st.integers(6, 13))

@@ -25,7 +25,6 @@ Shapes: B batch, T time, K heads of keys and queries, R heads of values for each
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +66,8 @@ def gated_delta_rule(
     """
     length = q_BKTG.shape[2]
     size = min(CHUNK, length)
-    multiply = functools.partial(_multiply, dtype=products or q_BKTG.dtype)
+    dtype = products or q_BKTG.dtype
+    multiply = functools.partial(_multiply, dtype=dtype)
     q, k = (_chunks(x, 2, size)[:, :, None] for x in (q_BKTG, k_BKTG))  # [B, K, 1, N, C, G]
     v, log_decay, rate = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT, rate_BKRT))
     g, rate = log_decay.cumsum(-1), rate[..., None]
@@ -79,7 +79,7 @@ def gated_delta_rule(
     scores = multiply(q, k.mT) * fading
     written = (k * ((g[..., -1:] - g).exp() * sight.after)[..., None]).mT
     kept = (g[..., -1].exp() * sight.through)[..., None, None]
-    states, state = _states(kept, multiply(written, w), multiply(written, u), state_BKRGV, multiply)
+    states, state = _states(kept, multiply(written, w), multiply(written, u), state_BKRGV, dtype)
     y = multiply(scores, u) + multiply(q * faded - multiply(scores, w), states)
     return y.flatten(3, 4)[:, :, :, :length], state
 
@@ -131,16 +131,13 @@ def _sight(begins_BT: Tensor | None, size: int, device: torch.device) -> _Sight:
     return _Sight(*(x[:, None, None] for x in alike))
 
 
-def _states(
-    kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None, multiply: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def _states(kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes kept S - moves S + adds."""
     found = []
-    for keep, move, add in zip(
-        kept.unbind(3), moves.unbind(3), adds.unbind(3)
-    ):  # in backward, an index would make zeros for all other chunks
+    # An index in place of `unbind` would make zeros for all other chunks in backward.
+    for keep, move, add in zip(kept.unbind(3), moves.to(dtype).unbind(3), adds.unbind(3)):
         found.append(torch.zeros_like(add) if state is None else state)
-        state = add if state is None else keep * state - multiply(move, state) + add
+        state = add if state is None else torch.addcmul(add, keep, state) - move @ state.to(dtype)
     return torch.stack(found, 3), state
 
 

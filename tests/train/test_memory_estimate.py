@@ -220,6 +220,7 @@ def test_a_process_of_a_run_stands_for_no_other():
     [
         ("deepseek-v3", ()),
         ("gemma3-1b", ("data.document_mask=true",)),
+        ("qwen3.5-9b", ("data.document_mask=true",)),
         ("gpt2-124m", ("model.dropout=0.1", "model.attention_dropout=0.1")),
         ("gpt-oss-20b", ()),
         ("t5-v1.1-base", ("data.objective=span_corruption", "model.encoder.layers=4")),

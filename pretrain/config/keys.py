@@ -48,6 +48,19 @@ RENAMED = {
 }
 """Keys of earlier versions, with their names of today. Records of runs may have the old ones (`written.py`); configurations may not."""
 
+ADDED: dict[str, Any] = {
+    "model.attention.output_gate": False,
+    "model.experts.shared_gate": False,
+    "model.linear_attention.pattern": [False],
+    "model.linear_attention.key_heads": 0,
+    "model.linear_attention.value_heads": 0,
+    "model.linear_attention.key_dim": 0,
+    "model.linear_attention.value_dim": 0,
+    "model.linear_attention.kernel": 4,
+    "model.linear_attention.negative_eigenvalues": False,
+}
+"""Keys that complete models of earlier versions lack, and what those models have."""
+
 REVALUED = {
     "parallel.activation_checkpointing": ((True, "full"), (False, "none")),
     "parallel.compile": ((True, "blocks"), (False, "none")),

@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from pretrain.config.keys import REMOVED, RENAMED, REVALUED
+from pretrain.config.keys import ADDED, REMOVED, RENAMED, REVALUED
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -75,18 +75,32 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
         return found
 
     result = kept(values, "")
-    for full, value in moved.items():
+    model = result.get("model")
+    added = ADDED if isinstance(model, dict) and _is_ours(model.get("family")) else {}
+    for full, value in [*added.items(), *moved.items()]:
         *sections, name = full.split(".")
         place = result
         for section in sections:
             place = place.setdefault(section, {})
-        place[name] = value
+        if full in added:
+            place.setdefault(name, value)
+        else:
+            place[name] = value
     return result
+
+
+def _is_ours(family: Any) -> bool:
+    """Whether a recorded model has the keys of our networks; its section may lack the family altogether."""
+    return family not in (None, "hf")
 
 
 def identity_of_today(identity: dict[str, Any]) -> dict[str, Any]:
     """A recorded identity (`Plan.identity`) with the keys of this version."""
-    return {RENAMED.get(name, name): value for name, value in identity.items()}
+    renamed = {RENAMED.get(name, name): value for name, value in identity.items()}
+    if not _is_ours(renamed.get("model.family")):
+        return renamed
+    parts = {name.rstrip(".0123456789") for name in renamed}  # the items of a list have names of their own
+    return flatten({name: value for name, value in ADDED.items() if name not in parts}) | renamed
 
 
 def build_section(kind: Any, values: Any) -> Any:

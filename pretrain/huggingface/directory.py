@@ -217,6 +217,11 @@ class HfDirectory:
         """Older files, and those of base models, lack the prefix of the trunk's names; some hold tensors that the network does not have."""
         family = self.plan.family
         known = self.plan.theirs.keys()
+        if family.nested and any(name.startswith(family.nested) for name in self.files):
+            self.files = {
+                f"{family.prefix}{name.removeprefix(family.nested)}" if name.startswith(family.nested) else name: file
+                for name, file in self.files.items()
+            }
         if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
             copies = family.copies_of(self.model)
             self.files = {
@@ -229,7 +234,9 @@ class HfDirectory:
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in its file."""
-        return name if name in self.files[name].places else name.removeprefix(self.plan.family.prefix)
+        family, places = self.plan.family, self.files[name].places
+        rest = name.removeprefix(family.prefix)
+        return next(stored for stored in (name, rest, f"{family.nested}{rest}") if stored in places)
 
     def _tensor(self, name: str) -> Tensor:
         return self.files[name].read(self._stored(name))

@@ -160,6 +160,17 @@ def _check_linear(model: Model) -> None:
         raise ConfigError(
             f"model.linear_attention.pattern={sizes.pattern} leaves none of model.layers={model.layers} with attention; leave one out"
         )
+    kept = [layer for layer, spec in enumerate(layer_specs(model)) if spec.mixer != "gated_delta"]
+    for name, pattern in (
+        ("attention.window_pattern", model.attention.window > 0),
+        ("rope.pattern", model.positions == "rope"),
+    ):
+        values = cycled(attrgetter(name)(model), model.layers)
+        if pattern and any(values) and not any(values[layer] for layer in kept):
+            raise ConfigError(
+                f"model.{name}={attrgetter(name)(model)} names only layers that model.linear_attention.pattern={sizes.pattern} gives linear attention; "
+                "change one of them"
+            )
     if sizes.value_heads % sizes.key_heads:
         legal = nearest_multiples(sizes.value_heads, sizes.key_heads)
         raise ConfigError(

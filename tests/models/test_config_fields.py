@@ -106,6 +106,7 @@ EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 def test_a_hostile_value_is_read_or_refused_in_one_line(family):
     published = EVERY[ONE_OF_A_FAMILY[family]]
     small = dict.fromkeys(DEPTHS & set(published), 2) | dict.fromkeys(EXPERTS & set(published), 16)
+    small |= dict.fromkeys({"full_attention_interval"} & set(published), 2)
     lists = {"layer_types": None, "no_rope_layers": None, "attn_type_list": None}  # of so many layers as there were
     config = {k: v for k, v in (published | small).items() if k not in lists}
     read(config)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recurrence import position_by_position
 from torch import Tensor
 
-from pretrain.config.attention_schema import AttentionConfig, Latent, LinearAttentionConfig
+from pretrain.config.attention_schema import AttentionConfig, Latent, LinearAttentionConfig, Rope
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
@@ -242,6 +242,8 @@ def test_layers_without_attention_are_not_rotated_and_have_no_window():
             {"linear_attention": LinearAttentionConfig(pattern=[True, False], key_heads=2, value_heads=3)},
             "value_heads=3 is not divisible by model.linear_attention.key_heads=2",
         ),
+        ({"rope": Rope(pattern=[True, True, False])}, r"rope.pattern=\[True, True, False\] names only layers that .* linear attention"),
+        ({"attention": AttentionConfig(window=8, window_pattern=[False, True, False])}, "attention.window_pattern=.* names only layers"),
         ({"encoder": EncoderConfig(layers=2), "positions": "none"}, "model.linear_attention.pattern=.* is not built for an encoder"),
         (
             {"attention": AttentionConfig(output_gate=True), "latent": Latent(kv_rank=8, rope_dim=2, plain_dim=4, value_dim=4)},

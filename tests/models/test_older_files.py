@@ -10,7 +10,7 @@ import torch
 from parity import ALL, cases, pair
 from safetensors.torch import load_file, save_file
 
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.directory import HfDirectory
 from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import read_checkpoint, read_hf
@@ -37,6 +37,26 @@ def test_buffers_are_left_out_and_that_is_said(tmp_path, caplog, family):
     assert f"left out, as transformers does: {'transformer.' * (family == 'gpt2')}{BUFFERS[family][0]}" in caplog.text
     save_file(tensors | {"extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"extra.weight has no place in {family}"):
+        read_hf(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_text_model_is_read_under_the_names_it_has_within_a_model_of_images(tmp_path, family):
+    """As transformers writes what its AutoModelForCausalLM has taken out of such a model."""
+    ours, theirs = pair(family, "plain")
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(nested | {"mtp.norm.weight": torch.zeros(3), "model.visual.norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    model, weights = read_hf(tmp_path)
+    assert model == ours.config
+    assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())
+
+
+def test_a_model_of_images_is_refused_with_what_to_do(tmp_path):
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="save its text model alone, by save_pretrained of transformers' AutoModelForCausalLM"):
         read_hf(tmp_path)
 
 

@@ -48,6 +48,11 @@ def family_of_hf(config: dict[str, Any]) -> Family:
     for architecture in said if isinstance(said, list) else []:
         if isinstance(architecture, str) and architecture in known | base:
             return (known | base)[architecture]
+    if isinstance(config.get("text_config"), dict):
+        raise ConfigError(
+            f"config.json: architectures={shown(said)} is a model of text and of something else, with a text_config; save its text model alone, by "
+            "save_pretrained of transformers' AutoModelForCausalLM"
+        )
     raise ConfigError(
         f"config.json: architectures={shown(said)} is not supported; supported: {list(known)}, "
         "and with --family hf whatever causal language model transformers builds itself"

@@ -30,5 +30,6 @@ QWEN3_5 = Family(
     inert_rope=INERT_ROPE_HYBRID,
     dropped=of_images,
     partial=True,
+    nested="model.language_model.",
     refuse=refuse_no_linear_attention,
 )

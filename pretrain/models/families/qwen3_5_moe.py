@@ -65,6 +65,7 @@ QWEN3_5_MOE = Family(
     inert_rope=INERT_ROPE_HYBRID,
     dropped=of_images,
     partial=True,
+    nested="model.language_model.",
     refuse=_refuse,
     balance=0.001,
 )

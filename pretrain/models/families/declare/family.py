@@ -104,6 +104,7 @@ class Family:
     copies       names under which files may hold the embedding again
     own_head     whether files with these names have a head of their own, although config.json of this model calls it tied
     prefix       what stands before every name of the trunk; files of the base model, without a head, and older ones leave it out
+    nested       what stands there instead in files of models of which this is one part
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     is_ours      its networks are made of our layers: ranks can share them, attention takes masks, and no block changes the result of a
@@ -133,6 +134,7 @@ class Family:
     copies: tuple[str, ...] = ()
     own_head: Callable[[Model, Collection[str]], bool] | None = None
     prefix: str = "model."
+    nested: str = ""
     llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
     elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()

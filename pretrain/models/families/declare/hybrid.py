@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pretrain.config.model_schema import Model
@@ -52,6 +53,17 @@ def of_images(name: str, model: Model) -> bool:
     return name.startswith(("mtp.", "model.visual."))
 
 
+def _not_none(theirs: str) -> Callable[[Any, dict[str, Any]], Any]:
+    """`back` of a size, which to our key may be 0 for one that follows from others."""
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        if value == 0 and not isinstance(value, bool):
+            raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
+        return value
+
+    return back
+
+
 def fields(kv_heads: int) -> tuple[Field, ...]:
     """The fields of config.json that all of them have. `kv_heads`: what an absent one means."""
     return (
@@ -59,10 +71,15 @@ def fields(kv_heads: int) -> tuple[Field, ...]:
         eps(1e-6),
         tied(False),
         Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), _pattern),
-        Field("linear_attention.key_heads", "linear_num_key_heads", 16),
-        Field("linear_attention.value_heads", "linear_num_value_heads", 32),
-        Field("linear_attention.key_dim", "linear_key_head_dim", 128),
-        Field("linear_attention.value_dim", "linear_value_head_dim", 128),
+        *(
+            Field(f"linear_attention.{ours}", theirs, default, back=_not_none(theirs))
+            for ours, theirs, default in (
+                ("key_heads", "linear_num_key_heads", 16),
+                ("value_heads", "linear_num_value_heads", 32),
+                ("key_dim", "linear_key_head_dim", 128),
+                ("value_dim", "linear_value_head_dim", 128),
+            )
+        ),
         Field("linear_attention.kernel", "linear_conv_kernel_dim", 4),
     )
 

@@ -61,30 +61,30 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The results [B, K, R, T, V] of all positions, and S after the last one; in the format of the arguments, which is fp32 or wider.
 
-    `begins_BT`: true where a document begins. `state_BKRGV`: S before the first position, zero by default. `products`: the format in which matrices are
-    multiplied, by default that of the arguments. Decays, the inverse of the system and S are never in a narrower one.
+    `begins_BT`: true where a document begins. `state_BKRGV`: S before the first position, zero by default. `products`: the format in which S and the
+    corrections are read by queries, by default that of the arguments. What makes S is in the arguments' format: in bf16, errors of similar keys grow from
+    position to position.
     """
     length = q_BKTG.shape[2]
     size = min(CHUNK, length)
-    dtype = products or q_BKTG.dtype
-    multiply = functools.partial(_multiply, dtype=dtype)
+    read = functools.partial(_read, dtype=products or q_BKTG.dtype)
     q, k = (_chunks(x, 2, size)[:, :, None] for x in (q_BKTG, k_BKTG))  # [B, K, 1, N, C, G]
     v, log_decay, rate = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT, rate_BKRT))
     g, rate = log_decay.cumsum(-1), rate[..., None]
     sight = _sight(begins_BT, size, q.device)
     fading = torch.where(sight.earlier, g[..., :, None] - g[..., None, :], -torch.inf).exp()
     faded = (g.exp() * sight.before)[..., None]
-    inverse = _InverseOfLower.apply(multiply(k, k.mT) * fading * rate)
-    u, w = multiply(inverse, v * rate), multiply(inverse, k * (faded * rate))
-    scores = multiply(q, k.mT) * fading
+    inverse = _InverseOfLower.apply((k @ k.mT) * fading * rate)
+    u, w = inverse @ (v * rate), inverse @ (k * (faded * rate))
     written = (k * ((g[..., -1:] - g).exp() * sight.after)[..., None]).mT
     kept = (g[..., -1].exp() * sight.through)[..., None, None]
-    states, state = _states(kept, multiply(written, w), multiply(written, u), state_BKRGV, dtype)
-    y = multiply(scores, u) + multiply(q * faded - multiply(scores, w), states)
+    states, state = _states(kept, written @ w, written @ u, state_BKRGV)
+    scores = read(q, k.mT) * fading
+    y = read(scores, u) + read(q * faded - read(scores, w), states)
     return y.flatten(3, 4)[:, :, :, :length], state
 
 
-def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _read(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
 
 
@@ -131,13 +131,13 @@ def _sight(begins_BT: Tensor | None, size: int, device: torch.device) -> _Sight:
     return _Sight(*(x[:, None, None] for x in alike))
 
 
-def _states(kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _states(kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes kept S - moves S + adds."""
     found = []
     # An index in place of `unbind` would make zeros for all other chunks in backward.
-    for keep, move, add in zip(kept.unbind(3), moves.to(dtype).unbind(3), adds.unbind(3)):
+    for keep, move, add in zip(kept.unbind(3), moves.unbind(3), adds.unbind(3)):
         found.append(torch.zeros_like(add) if state is None else state)
-        state = add if state is None else torch.addcmul(add, keep, state) - move @ state.to(dtype)
+        state = add if state is None else torch.addcmul(add, keep, state) - move @ state
     return torch.stack(found, 3), state
 
 

@@ -6,8 +6,8 @@
     x --gate---> SiLU                                                            what its result is multiplied with, after the norm
                  gated delta rule (delta_rule.py) --> output_norm, per head --> x the gate --output-->
 
-It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections, matrices are multiplied in the format
-of the activations and all else is computed in fp32. Only the projections' results are stored for backward, which computes the rest again.
+It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections all is computed in fp32, but for the
+products in which queries read. Only the projections' results are stored for backward, which computes the rest again.
 """
 
 from __future__ import annotations
@@ -127,9 +127,8 @@ def _mix(
     log_decay_BTH = -wide(log_scale_H).exp() * softplus_BTH
     rate_BTH = wide(rate_BTH).sigmoid() * sizes.largest_rate
     log_decay, rate = (x.unflatten(-1, (keys, -1)).permute(0, 2, 3, 1) for x in (log_decay_BTH, rate_BTH))
-    products = q_BTC.dtype if q_BTC.shape[1] > 1 else None  # generation adds to the state position by position
     y_BKRTV, state = gated_delta_rule(
-        q_BKTG * sizes.key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products
+        q_BKTG * sizes.key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products=q_BTC.dtype
     )
     normed_BTHV = rms_norm(y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2, 3), gain_V, sizes.eps)
     return (normed_BTHV.flatten(2) * F.silu(wide(gate_BTC))).to(q_BTC.dtype), state

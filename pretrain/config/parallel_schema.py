@@ -192,7 +192,7 @@ class Precision:
     )
     fp8_modules: list[str] = key(
         ["*"],
-        "Names of the projections that do so; `*` may abbreviate. Experts, routers and the output head never do.",
+        "Names of the projections that do so; `*` may abbreviate. Experts, routers, the output head, and projections to single numbers (of linear attention, and the gate of a shared expert) never do.",
         when={"precision.fp8": ("tensorwise", "rowwise", "mxfp8")},
     )
     tf32: bool = key(

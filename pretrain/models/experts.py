@@ -149,7 +149,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.experts.count, config.dim, width, mlp.activation, mlp.gated, mlp.bias)
         shared = config.experts.shared
         self.shared = Mlp(config.dim, shared * width, mlp.activation, mlp.gated, mlp.bias) if shared else None
-        self.shared_gate = Linear(config.dim, 1) if config.experts.shared_gate else None
+        self.shared_gate = Linear(config.dim, 1, steers=True) if config.experts.shared_gate else None
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> tuple[Tensor, RouterReport | None]:
         """The sublayer's output; the router's report where there are positions to count (`Router`)."""

@@ -60,14 +60,22 @@ class Linear(nn.Linear):
     """A projection that computes in the format of its input. `product` is `project`, unless parallel/ sets another.
 
     `fused_rows`: where the weight holds several projections, the rows of each, in an order that repeats (for every head). Empty: it is one.
+    `steers`: its results are single numbers, of a position or a head, that decide about vectors. They are never computed in fp8.
     """
 
     casts = ("weight",)
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(project)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, fused_rows: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        fused_rows: tuple[int, ...] = (),
+        steers: bool = False,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.fused_rows = fused_rows
+        self.fused_rows, self.steers = fused_rows, steers
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, at_hand(self), self.bias)

@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         self.sizes = _Sizes(sizes.key_dim, sizes.value_dim, 2.0 if sizes.negative_eigenvalues else 1.0, config.norm_eps)
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         self.query, self.key, self.value, self.gate = (Linear(dim, width) for width in (keys, keys, values, values))
-        self.decay, self.rate = Linear(dim, sizes.value_heads), Linear(dim, sizes.value_heads)
+        self.decay, self.rate = (Linear(dim, sizes.value_heads, steers=True) for _ in range(2))
         self.query_filter, self.key_filter, self.value_filter = (
             nn.Parameter(torch.empty(width, 1, sizes.kernel)) for width in (keys, keys, values)
         )

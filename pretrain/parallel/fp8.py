@@ -57,7 +57,7 @@ def set_fp8(network: nn.Module, precision: Precision, ranks: int = 1) -> None:
 def projections(network: nn.Module, patterns: list[str]) -> dict[str, Linear]:
     """The projections of blocks whose names match, by name. Raises ConfigError for a pattern that matches none."""
     inside = {id(m) for unit in network.units() if unit.role == "block" for module in unit.modules for m in module.modules()}
-    names = {name: m for name, m in network.named_modules() if isinstance(m, Linear) and id(m) in inside}
+    names = {name: m for name, m in network.named_modules() if isinstance(m, Linear) and not m.steers and id(m) in inside}
     if not patterns:
         raise ConfigError(
             "precision.fp8_modules=[] leaves no projection for fp8; set precision.fp8=none, or name some, such as layers.*"

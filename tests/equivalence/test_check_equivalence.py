@@ -76,7 +76,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "linear attention", "encoder and decoder"}))
+@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "encoder and decoder"}))
 def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_what_the_formula_says(check, prepared, model):
     preset, *layouts = MODELS[model]
     wanted = [] if layouts == [ALL] else ["--layouts", *layouts]

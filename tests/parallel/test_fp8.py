@@ -8,6 +8,7 @@ import pytest
 import torch
 from running import gradients, losses, run_main, train
 
+from pretrain.config.attention_schema import LinearAttentionConfig
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.parallel_schema import Precision
@@ -126,6 +127,13 @@ def test_patterns_choose_among_the_projections_of_blocks():
     model = network(family="custom", experts=ExpertsConfig(count=4, active=2, ffn_dim=32, shared=1))
     names = list(projections(model, ["*"]))
     assert names and all(name.startswith("layers.") for name in names) and not any("router" in name for name in names)
+    gated = network(
+        family="custom", experts=ExpertsConfig(count=4, active=2, ffn_dim=32, shared=1, shared_gate=True),
+        linear_attention=LinearAttentionConfig(pattern=[True, False]),
+    )  # fmt: skip
+    alone = {name for name in projections(gated, ["*"]) if name.startswith("layers.0.linear_attention.")}
+    assert alone == {f"layers.0.linear_attention.{name}" for name in ("query", "key", "value", "gate", "output")}  # not what is a number per head
+    assert not any("shared_gate" in name for name in projections(gated, ["*"]))
     assert list(projections(model, ["layers.1.*"])) == [name for name in names if name.startswith("layers.1.")]
     with pytest.raises(ConfigError, match=r"precision.fp8_modules: output matches no projection of a block; there are layers.0"):
         projections(model, ["*", "output"])

@@ -76,7 +76,9 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
 
     result = kept(values, "")
     model = result.get("model")
-    added = ADDED if isinstance(model, dict) and _is_ours(model.get("family")) else {}
+    # A model of transformers has its configuration in place of our keys; part of a record may have no model.
+    is_ours = isinstance(model, dict) and "family" in model and model.get("hf_config") is None
+    added = ADDED if is_ours else {}
     for full, value in [*added.items(), *moved.items()]:
         *sections, name = full.split(".")
         place = result
@@ -89,15 +91,10 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _is_ours(family: Any) -> bool:
-    """Whether a recorded model has the keys of our networks; its section may lack the family altogether."""
-    return family not in (None, "hf")
-
-
 def identity_of_today(identity: dict[str, Any]) -> dict[str, Any]:
     """A recorded identity (`Plan.identity`) with the keys of this version."""
     renamed = {RENAMED.get(name, name): value for name, value in identity.items()}
-    if not _is_ours(renamed.get("model.family")):
+    if "model.family" not in renamed or any(name.startswith("model.hf_config.") for name in renamed):
         return renamed
     parts = {name.rstrip(".0123456789") for name in renamed}  # the items of a list have names of their own
     return flatten({name: value for name, value in ADDED.items() if name not in parts}) | renamed

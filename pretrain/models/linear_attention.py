@@ -6,8 +6,8 @@
     x --gate---> SiLU                                                            what its result is multiplied with, after the norm
                  gated delta rule (delta_rule.py) --> output_norm, per head --> x the gate --output-->
 
-It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections all is computed in fp32, but for the
-products in which queries read. Only the projections' results are stored for backward, which computes the rest again.
+It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections everything is computed in fp32, except
+the products in which queries read. Only the projections' results are stored for backward, which computes the rest again.
 """
 
 from __future__ import annotations
@@ -181,10 +181,8 @@ def initial_values(name: str, config: Model) -> Initial | None:
     kind = name.rpartition("linear_attention.")[2]
     if kind == "output_norm.weight":  # no matter what the norms of the residual stream are
         return 1.0, 0.0
-    if kind.endswith("_filter"):
-        return 0.0, (
-            3 * config.linear_attention.kernel
-        ) ** -0.5  # the deviation of a uniform distribution up to 1 / sqrt(kernel)
+    if kind.endswith("_filter"):  # the deviation of a uniform distribution up to 1 / sqrt(kernel)
+        return 0.0, (3 * config.linear_attention.kernel) ** -0.5
     if kind in ("log_decay_scale", "decay_bias"):
         return functools.partial(_drawn, name, config.linear_attention.value_heads)
     return None

@@ -220,11 +220,11 @@ def test_a_process_of_a_run_stands_for_no_other():
     [
         ("deepseek-v3", ()),
         ("gemma3-1b", ("data.document_mask=true",)),
-        ("qwen3.5-9b", ("data.document_mask=true",)),
         ("gpt2-124m", ("model.dropout=0.1", "model.attention_dropout=0.1")),
         ("gpt-oss-20b", ()),
         ("t5-v1.1-base", ("data.objective=span_corruption", "model.encoder.layers=4")),
         ("phi3-mini", ("model.attention_backend=sdpa", "data.document_mask=true")),
+        ("qwen3.5-9b", ("data.document_mask=true",)),
     ],
 )
 def test_models_of_every_kind_run_without_values(model, options):

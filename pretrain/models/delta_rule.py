@@ -146,7 +146,7 @@ def short_convolution(
 ) -> Tensor:
     """Each channel's sum over the last W positions, itself included, each with its weight; the last weight is of the position itself.
 
-    `begins_BT`: true where a document begins, of which positions before are no part. `recent_BLC`: the W - 1 positions before the first one, zeros by default.
+    `begins_BT`: true where a document begins; it does not see positions before. `recent_BLC`: the W - 1 positions before the first one, zeros by default.
     """
     length, width = x_BTC.shape[1], filter_CW.shape[1]
     if recent_BLC is None:

@@ -74,7 +74,7 @@ class GatedDeltaNet(nn.Module):
         self.output = Linear(values, dim)
 
     def forward(self, x_BTD: Tensor, begins_BT: Tensor | None = None, cache: RecurrentCache | None = None) -> Tensor:
-        """`begins_BT`: true where a document begins, of which earlier positions are no part."""
+        """`begins_BT`: true where a document begins; it does not see earlier positions."""
         projected = [layer(x_BTD) for layer in (self.query, self.key, self.value, self.gate, self.decay, self.rate)]
         return self.output(self.mix(projected, begins_BT, cache))
 

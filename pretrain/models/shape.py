@@ -161,12 +161,12 @@ def _check_linear(model: Model) -> None:
             f"model.linear_attention.pattern={sizes.pattern} leaves none of model.layers={model.layers} with attention; leave one out"
         )
     kept = [layer for layer, spec in enumerate(layer_specs(model)) if spec.mixer != "gated_delta"]
-    for name, pattern in (
+    for name, acts in (
         ("attention.window_pattern", model.attention.window > 0),
         ("rope.pattern", model.positions == "rope"),
     ):
         values = cycled(attrgetter(name)(model), model.layers)
-        if pattern and any(values) and not any(values[layer] for layer in kept):
+        if acts and any(values) and not any(values[layer] for layer in kept):
             raise ConfigError(
                 f"model.{name}={attrgetter(name)(model)} names only layers that model.linear_attention.pattern={sizes.pattern} gives linear attention; "
                 "change one of them"

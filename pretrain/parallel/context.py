@@ -7,8 +7,8 @@
 A causal mask gives later positions more work. So the sequence is cut into 2 x ranks stretches. Rank i has
 stretches i and 2 x ranks - 1 - i, which together are equal work on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
 
-Linear attention goes through the positions in order. So ranks exchange positions for heads: each has some heads of all positions there, and all heads of its
-own positions before and after (as attention in DeepSpeed Ulysses, arXiv 2309.14509).
+Linear attention goes through the positions in order. So ranks exchange positions for heads there, as DeepSpeed Ulysses does in attention (arXiv
+2309.14509): each computes some heads of all positions.
 
 Every rank is given the whole sequence of tokens, which are small. Rotary tables and documents are therefore those of the whole sequence, and each rank
 takes the rows of its positions. It makes only these rows of a mask, once for all layers. Every rank has a part of each gradient and of each

@@ -6,18 +6,7 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import LAYER, THEIRS, TRAINING, needs_experts, stacked
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.hybrid import (
-    CONSTANTS_HYBRID,
-    DEFAULTS_HYBRID,
-    FIXED_HYBRID,
-    INERT_HYBRID,
-    INERT_ROPE_HYBRID,
-    WEIGHTS_HYBRID,
-    fields,
-    full_attention_interval,
-    of_images,
-    refuse_no_linear_attention,
-)
+from pretrain.models.families.declare.hybrid import HYBRID, WEIGHTS_HYBRID, fields, refuse_no_linear_attention
 from pretrain.models.families.declare.weights import entry
 
 
@@ -56,16 +45,14 @@ QWEN3_5_MOE = Family(
         ),
         entry(f"{LAYER}.mlp.shared_gate.weight", f"{THEIRS}.mlp.shared_expert_gate.weight"),
     ),
-    fixed=FIXED_HYBRID | {"experts.ffn_dim": lambda model: model.ffn_dim, "experts.shared_gate": True},
-    defaults=DEFAULTS_HYBRID | {"experts.shared": 1},
-    constants=CONSTANTS_HYBRID,
-    accepted={"output_gate_type": "swish", "norm_topk_prob": True},
-    derived={"full_attention_interval": full_attention_interval},
-    inert=INERT_HYBRID | TRAINING | {"intermediate_size"},  # of layers without experts, and there are none
-    inert_rope=INERT_ROPE_HYBRID,
-    dropped=of_images,
-    partial=True,
-    nested="model.language_model.",
     refuse=_refuse,
     balance=0.001,
+    **HYBRID
+    | {
+        "fixed": HYBRID["fixed"] | {"experts.ffn_dim": lambda model: model.ffn_dim, "experts.shared_gate": True},
+        "defaults": HYBRID["defaults"] | {"experts.shared": 1},
+        "accepted": HYBRID["accepted"] | {"norm_topk_prob": True},
+        # Every layer has experts, so the width of an MLP without them means nothing.
+        "inert": HYBRID["inert"] | TRAINING | {"intermediate_size"},
+    },
 )

@@ -53,7 +53,7 @@ def of_images(name: str, model: Model) -> bool:
     return name.startswith(("mtp.", "model.visual."))
 
 
-def _not_none(theirs: str) -> Callable[[Any, dict[str, Any]], Any]:
+def _not_zero(theirs: str) -> Callable[[Any, dict[str, Any]], Any]:
     """`back` of a size, which to our key may be 0 for one that follows from others."""
 
     def back(value: Any, config: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ def fields(kv_heads: int) -> tuple[Field, ...]:
         tied(False),
         Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), _pattern),
         *(
-            Field(f"linear_attention.{ours}", theirs, default, back=_not_none(theirs))
+            Field(f"linear_attention.{ours}", theirs, default, back=_not_zero(theirs))
             for ours, theirs, default in (
                 ("key_heads", "linear_num_key_heads", 16),
                 ("value_heads", "linear_num_value_heads", 32),
@@ -106,16 +106,24 @@ WEIGHTS_HYBRID = (
 )
 """All tensors but those of MLPs or experts."""
 
-FIXED_HYBRID: dict[str, Any] = {"norm.kind": "rms_offset", "norm.qk": "head", "attention.output_gate": True}
-DEFAULTS_HYBRID: dict[str, Any] = {
-    "norm_eps": 1e-6,
-    "rope.theta": 10_000_000.0,
-    "rope.fraction": 0.25,
-    # A small model keeps one layer with attention, its last.
-    "linear_attention.pattern": lambda model: [True] * min(3, model.layers - 1) + [False],
+HYBRID: dict[str, Any] = {
+    "fixed": {"norm.kind": "rms_offset", "norm.qk": "head", "attention.output_gate": True},
+    "defaults": {
+        "norm_eps": 1e-6,
+        "rope.theta": 10_000_000.0,
+        "rope.fraction": 0.25,
+        # A small model keeps one layer with attention, its last.
+        "linear_attention.pattern": lambda model: [True] * min(3, model.layers - 1) + [False],
+    },
+    "constants": {"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True},
+    "accepted": {"output_gate_type": "swish"},
+    "derived": {"full_attention_interval": full_attention_interval},
+    # The first two describe layers that predict further ahead. transformers computes the state in fp32 whatever the third says.
+    "inert": frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
+    # These tell positions of images apart. A position of text has three equal numbers.
+    "inert_rope": frozenset({"mrope_section", "mrope_interleaved"}),
+    "dropped": of_images,
+    "partial": True,
+    "nested": "model.language_model.",
 }
-CONSTANTS_HYBRID: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True}
-INERT_HYBRID = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
-"""Of the layers that predict further ahead, and the format of the state, which transformers computes in fp32 anyway."""
-INERT_ROPE_HYBRID = frozenset({"mrope_section", "mrope_interleaved"})
-"""How positions of images are told apart; those of text have three equal numbers."""
+"""What these families say alike, as arguments of `Family`."""

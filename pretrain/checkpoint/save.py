@@ -2,9 +2,6 @@
 
 every rank   shards of the payload -> .writing-step-N/        hash and flush what it wrote
 main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  flush;  rename to step-N/;  retention
-
-A program that never holds a whole model (the importer) writes its tensors one at a time. They are cut into pieces of rows, so that a rank
-which starts from them reads its own rows and little more.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +21,18 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
-from pretrain.distributed.ranks import Ranks
+from pretrain.checkpoint.planners import HoldingPlanner, StreamingPlanner, StreamingWriter
+from pretrain.distributed.ranks import ALONE, Ranks
 from pretrain.errors import CheckpointError
-from pretrain.storage import copy_tree, flush, make_directory, plain
+from pretrain.storage import copy_tree, flush, make_directory, named_if_full, plain, rename_into_place
 
 log = logging.getLogger(__name__)
-
-# A tensor that is written by itself is cut into so many pieces at most. None but the last is smaller than that.
-PIECES, PIECE_BYTES = 64, 2**20
-FILE_BYTES = 4 * 10**9  # of a payload file that is written tensor by tensor
 
 
 @dataclass
@@ -219,6 +212,36 @@ def write_checkpoint(
     return saving.finish()
 
 
+def write_alone(
+    output: Path,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    attachments: dict[str, Path | str],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Write the checkpoint of a tool, which is no run and holds no model: beside `output`, and renamed when it is complete.
+
+    Otherwise as `write_checkpoint`. A CheckpointError of `read` is raised as it is, because it names the user's file.
+    """
+    problems: list[CheckpointError] = []
+
+    def reading(name: str) -> Tensor:
+        try:
+            return read(name)
+        except CheckpointError as error:
+            problems.append(error)
+            raise
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with named_if_full(output), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        stage = Path(folder) / "checkpoint"
+        try:
+            write_checkpoint(stage, tensors, state, attachments, ALONE, reading)
+        except CheckpointError as error:
+            raise (problems[0] if problems else error) from error
+        rename_into_place(stage, output)
+
+
 def _start(writing: Path) -> None:
     files.remove(writing)
     make_directory(writing.parent)
@@ -271,92 +294,3 @@ def _commit(
     if aside := files.put_in_place(writing, target):
         log.warning("%s was there already, of a time line that this run has left; it is now %s", target, aside.name)
     return manifest
-
-
-# ---- tensor by tensor -------------------------------------------------------------------------------------------------
-
-
-class HoldingPlanner(dcp.DefaultSavePlanner):
-    """A plan to write tensors as they are when they are written, or as they were when they were held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[MetadataIndex, Tensor] = {}
-        """Values by place, where they are other than those of the state dict."""
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.held[write_item.index] if self.held else super().resolve_data(write_item)
-
-    def release(self) -> None:
-        """Let go of everything."""
-        self.held, self.state_dict = {}, {}
-
-
-class StreamingPlanner(dcp.DefaultSavePlanner):
-    """A plan to write tensors that are not there yet: the state dict holds their shapes, on the meta device.
-
-    `read` gives the value of one by name. It is asked for them in the order of the state dict, several times in a row for one.
-    """
-
-    def __init__(self, read: Callable[[str], Tensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self.read = read
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for name, tensor in self.state_dict.items() for item in _pieces(name, tensor)])
-        return self.plan
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        chunk = write_item.tensor_data.chunk
-        whole = self.read(write_item.index.fqn)
-        piece = whole if not whole.dim() else whole.narrow(0, chunk.offsets[0], chunk.sizes[0])
-        return piece.clone()  # torch.save writes all of what a view looks at
-
-
-def _pieces(name: str, tensor: Tensor) -> list[WriteItem]:
-    rows = tensor.shape[0] if tensor.dim() else 1
-    step = max(1, math.ceil(rows / PIECES), math.ceil(rows * PIECE_BYTES / max(1, tensor.nbytes)))
-    properties = TensorProperties(dtype=tensor.dtype)
-    items = []
-    for start in range(0, max(1, rows), step):
-        offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-        if tensor.dim():
-            offsets[0], sizes[0] = start, min(step, rows - start)
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape)
-        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
-
-
-class StreamingWriter(dcp.FileSystemWriter):
-    """torch's file writer, which would keep every tensor of a file alive until the file is complete."""
-
-    def write_data(self, plan: SavePlan, planner: StreamingPlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        number, stream = 0, None
-        try:
-            for item in plan.items:
-                if stream is None or stream.tell() >= FILE_BYTES:
-                    if stream is not None:
-                        stream.close()
-                    name = f"{plan.storage_data.prefix}{number}.distcp"
-                    stream, number = (Path(self.path) / name).open("wb"), number + 1
-                start = stream.tell()
-                torch.save(planner.resolve_data(item), stream)
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-        finally:
-            if stream is not None:
-                stream.close()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def on_meta(shapes: dict[str, Any], dtype: torch.dtype, others: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-    """Tensors without values, to plan with. `others`: number formats of those that have another than `dtype`."""
-    others = others or {}
-    return {name: torch.empty(shape, dtype=others.get(name, dtype), device="meta") for name, shape in shapes.items()}

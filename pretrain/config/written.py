@@ -6,13 +6,18 @@ Records of earlier versions have other keys. `of_today` and `identity_of_today` 
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from typing import Any
 
-from pretrain.config.keys import ADDED, REMOVED, RENAMED, REVALUED
+from pretrain.config.keys import ADDED, REMOVED, RENAMED, REVALUED, leaves
+from pretrain.config.model_schema import Model
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+
+NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
+"""Keys of the model that change no tensor of a run (see `model_identity`)."""
 
 
 def to_yaml(config: Config, origins: dict[str, Origin] | None = None) -> str:
@@ -98,6 +103,17 @@ def identity_of_today(identity: dict[str, Any]) -> dict[str, Any]:
         return renamed
     parts = {name.rstrip(".0123456789") for name in renamed}  # the items of a list have names of their own
     return flatten({name: value for name, value in ADDED.items() if name not in parts}) | renamed
+
+
+def model_identity(model: dict[str, Any]) -> dict[str, Any]:
+    """The values of a model section that decide its tensors, flat. The longest sequence belongs to them if each position has a vector."""
+    if model.get("hf_config") is not None:  # it decides all the rest
+        return {
+            "model.family": model["family"],
+            **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()},
+        }
+    free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
+    return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 
 
 def build_section(kind: Any, values: Any) -> Any:

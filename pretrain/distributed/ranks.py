@@ -209,6 +209,10 @@ class Ranks:
         self.largest(name, 0)
 
 
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+"""A tool that is no run: one process on a CPU."""
+
+
 def choose_device(config: Config, local_rank: int) -> torch.device:
     """This rank's device. Raises LaunchError if the configuration asks for one that does not exist here."""
     wanted = config.run.device

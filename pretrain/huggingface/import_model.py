@@ -17,21 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.save import on_meta, write_checkpoint
+from pretrain.checkpoint.planners import on_meta
+from pretrain.checkpoint.save import write_alone
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.huggingface.directory import HfDirectory
 from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named_ends
 from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.progress import ByteProgress
-from pretrain.storage import named_if_full, refuse_existing, rename_into_place
+from pretrain.storage import named_if_full, refuse_existing
 
-ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"
 CHAT_FILE = "chat_template.jinja"
 
@@ -80,12 +79,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
             attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
-            reading = _EntryByEntry(source, done)
-            try:
-                write_checkpoint(Path(folder) / "checkpoint", tensors, state, attachments, ALONE, reading.read)
-            except CheckpointError as error:  # it names what was being written, and the user's file is what cannot be read
-                raise reading.problem or error from error
-        rename_into_place(Path(folder) / "checkpoint", output)
+            write_alone(output, tensors, state, attachments, _EntryByEntry(source, done).read)
     notes = source.plan.family.import_notes(source.config, source.model)
     if (directory / CHAT_FILE).is_file():
         notes = [*notes, f"{CHAT_FILE} stays where it is: training does not use it; copy it into an export that is to chat"]
@@ -105,24 +99,19 @@ def preset(model: Model, name: str) -> str:
 
 
 class _EntryByEntry:
-    """Tensors one by one, in the order of the weight map; holds those of the entry it is at. `problem`: why one could not be read."""
+    """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
 
     def __init__(self, source: HfDirectory, done: ByteProgress) -> None:
         self.source, self.done = source, done
         self.line_of = {name: line for line in source.plan.entries for name in line.ours}
         self.current: dict[str, Tensor] = {}
-        self.problem: CheckpointError | None = None
 
     def read(self, name: str) -> Tensor:
         name = name.removeprefix("model.")
         if name not in self.current:
             self.current = {}  # before the next is read
             line = self.line_of[name]
-            try:
-                self.current = self.source.read(line)
-            except CheckpointError as error:
-                self.problem = error
-                raise
+            self.current = self.source.read(line)
             self.done.add(self.source.nbytes_of(line))
         return self.current[name]
 

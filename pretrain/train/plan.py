@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from pretrain.config.keys import check_effects, leaves
-from pretrain.config.model_schema import Model
+from pretrain.config.keys import check_effects
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
-from pretrain.config.written import flatten, to_yaml
+from pretrain.config.written import flatten, model_identity, to_yaml
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
@@ -42,10 +40,6 @@ from pretrain.train.number_format import (
 from pretrain.train.prompts import Prompts, check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
 from pretrain.train.translation import require_sacrebleu
-
-NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
-"""Keys of the model that change no tensor of a run (see `model_identity`)."""
-
 
 STAND_IN_VOCABULARY = 1 << 15
 """The vocabulary for checking a network without its data. Nothing that is printed depends on it."""
@@ -283,14 +277,3 @@ def network_without_values(config: Config) -> nn.Module:
     """The network on the meta device."""
     with torch.device("meta"):
         return build_network(config.model)
-
-
-def model_identity(model: dict[str, Any]) -> dict[str, Any]:
-    """The values of a model section that decide its tensors, flat. The longest sequence belongs to them if each position has a vector."""
-    if model.get("hf_config") is not None:  # it decides all the rest
-        return {
-            "model.family": model["family"],
-            **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()},
-        }
-    free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
-    return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}

@@ -19,7 +19,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.read import parse, read_file
 from pretrain.config.schema import Config
-from pretrain.config.written import of_today
+from pretrain.config.written import model_identity, of_today
 from pretrain.data.sources import batch_schedule
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.joining import Meeting
@@ -30,7 +30,7 @@ from pretrain.optim.schedule import goes_by_tokens
 from pretrain.parallel.blocks import DTYPES
 from pretrain.train.identity import IN_STEPS, check_changes, check_model, differences, identity_changes, setting_changes
 from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
-from pretrain.train.plan import Plan, model_identity
+from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from pretrain.checkpoint import files, save
 from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
 from pretrain.checkpoint.retention import outdated, retire
 from pretrain.config.schema import Checkpoint
+from pretrain.distributed.ranks import ALONE
 from pretrain.errors import CheckpointError
-from pretrain.huggingface.import_model import ALONE
 from pretrain.train.run_directory import RunDirectory
 
 PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0")

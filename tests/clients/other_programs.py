@@ -20,8 +20,8 @@ import torch
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.distributed.ranks import ALONE
 from pretrain.huggingface.export_model import export
-from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "clients"

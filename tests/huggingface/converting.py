@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.distributed.ranks import ALONE
 from pretrain.errors import UserError
-from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.import_model import import_model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise

@@ -13,7 +13,7 @@ import torch
 from converting import SMALL, edit_config, edit_weights, files_of, refused, write
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint import files, save
+from pretrain.checkpoint import files, planners
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
@@ -320,7 +320,7 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     monkeypatch.setattr(export_model.ShardedWriter, "write", full)
     with pytest.raises(CheckpointError, match="out: No space left on device"):
         export(run, tmp_path / "out")
-    monkeypatch.setattr(save.StreamingPlanner, "resolve_data", full)
+    monkeypatch.setattr(planners.StreamingPlanner, "resolve_data", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
     monkeypatch.setattr(Path, "write_text", full)  # of what lies beside the weights

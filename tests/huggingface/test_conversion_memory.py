@@ -14,12 +14,15 @@ import pytest
 import torch
 from converting import SMALL, write
 
-from pretrain.checkpoint import save
+from pretrain.checkpoint import planners
+from pretrain.checkpoint.averaging import average_checkpoints
 from pretrain.checkpoint.payload import Payload
-from pretrain.checkpoint.save import on_meta, write_checkpoint
+from pretrain.checkpoint.planners import on_meta
+from pretrain.checkpoint.save import write_checkpoint
+from pretrain.distributed.ranks import ALONE
 from pretrain.huggingface.directory import HfDirectory, plan_weights
 from pretrain.huggingface.export_model import export
-from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.safetensors_file import SafetensorsFile
 from pretrain.models.families import complete
 
@@ -73,9 +76,19 @@ def test_an_import_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_
     assert max(theirs.most, ours.most) == 4 * 257 * 32 < ours.total / 5
 
 
+def test_a_mean_holds_two_checkpoints_tensors_of_one_name_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
+    model = dataclasses.replace(SMALL, layers=6)
+    paths = [write(tmp_path / str(n), byte_tokenizer, model) for n in range(4)]
+    tensors = Payload(paths[0]).whole("model.").values()
+    alive = Alive(monkeypatch, Payload, "read")
+    done = average_checkpoints(paths, tmp_path / "mean")
+    assert alive.total == 4 * 4 * done.parameters
+    assert alive.most == 2 * max(t.nbytes for t in tensors) < alive.total / 15
+
+
 def test_an_imported_tensor_lies_in_pieces_of_rows_that_are_read_one_by_one(byte_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(save, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(save, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(planners, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(planners, "FILE_BYTES", 30_000)
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer)
     export(checkpoint, tmp_path / "out")
     import_model(tmp_path / "out", tmp_path / "imported")
@@ -103,7 +116,7 @@ def big_checkpoint(target: Path, tokenizer: Path) -> int:
             current[name] = torch.randn(tensors[name].shape, generator=generator).mul_(0.02)
         return current[name]
 
-    with patch.multiple(save, PIECES=1, PIECE_BYTES=2**40):
+    with patch.multiple(planners, PIECES=1, PIECE_BYTES=2**40):
         write_checkpoint(target, tensors, state, {"tokenizer": tokenizer}, ALONE, read)
     assert sum(t.nbytes for t in tensors.values()) > 1.9e9
     return max(t.nbytes for t in tensors.values())

@@ -19,8 +19,9 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.distributed.ranks import ALONE
 from pretrain.huggingface.export_model import export
-from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import open_model, read_checkpoint
 from pretrain.models import build_network
 from pretrain.models.families import complete

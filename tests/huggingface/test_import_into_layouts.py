@@ -14,7 +14,7 @@ from converting import SMALL, automatic, write
 from launch_pool import LaunchPool
 from running import run_main, run_main_with, tool, train
 
-from pretrain.checkpoint import save
+from pretrain.checkpoint import planners
 from pretrain.checkpoint.payload import Payload
 from pretrain.huggingface.export_model import export
 from pretrain.huggingface.import_model import import_model
@@ -74,7 +74,7 @@ def imported(tmp_path_factory, byte_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("imported")
     model = dataclasses.replace(SMALL, ffn_dim=64)
     export(write(folder / "checkpoint", byte_tokenizer, model), folder / "hf", "bf16")
-    with patch.object(save, "PIECE_BYTES", 512):
+    with patch.object(planners, "PIECE_BYTES", 512):
         import_model(folder / "hf", folder / "imported")
     return folder / "imported"
 

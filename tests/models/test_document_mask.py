@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pretrain.config.schema import Model
+from pretrain.config.written import NO_IDENTITY
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import attention
@@ -24,7 +25,6 @@ from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend, attention_mask, document_numbers, document_positions
 from pretrain.models.positions import rotary_tables
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks
-from pretrain.train.plan import NO_IDENTITY
 
 NAMES = ["plain", "tied", "one key-value head", "grouped queries", "wide heads", "odd sizes"]
 BACKENDS = ["sdpa", "flex"]

@@ -15,8 +15,8 @@ from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
 from pretrain.config.optim_schema import Optim
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.ranks import ALONE
 from pretrain.errors import ConfigError
-from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
 from pretrain.models.experts import Experts, MixtureOfExperts, Router, check_router, dispatch, router_caution
 from pretrain.models.families import complete

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
+from pretrain.distributed.ranks import ALONE
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.export_model import RECORD, export
-from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.models import build_network
 from pretrain.models.families import complete

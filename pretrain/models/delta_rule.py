@@ -13,7 +13,7 @@ chunk up to a position, and D[i, j] = exp(g[i] - g[j]) for j <= i. With rows of 
     U, W            A (rate values), A (rate exp(g) K)
     corrections     U - W S
     results         exp(g) Q S + (Q K' * D) (U - W S)
-    S after it      exp(g[last]) S + (exp(g[last] - g) K)' (U - W S)
+    S after it      (exp(g[last]) - M W) S + M U     with M = (exp(g[last] - g) K)'
 
 All that does not contain S is computed for all chunks together, so that from chunk to chunk only one product is left.
 
@@ -78,7 +78,8 @@ def gated_delta_rule(
     u, w = inverse @ (v * rate), inverse @ (k * (faded * rate))
     written = (k * ((g[..., -1:] - g).exp() * sight.after)[..., None]).mT
     kept = (g[..., -1].exp() * sight.through)[..., None, None]
-    states, state = _states(kept, written @ w, written @ u, state_BKRGV)
+    one = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    states, state = _states(kept * one - written @ w, written @ u, state_BKRGV)
     scores = read(q, k.mT) * fading
     y = read(scores, u) + read(q * faded - read(scores, w), states)
     return y.flatten(3, 4)[:, :, :, :length], state
@@ -131,14 +132,56 @@ def _sight(begins_BT: Tensor | None, size: int, device: torch.device) -> _Sight:
     return _Sight(*(x[:, None, None] for x in alike))
 
 
-def _states(kept: Tensor, moves: Tensor, adds: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes kept S - moves S + adds."""
-    found = []
-    # An index in place of `unbind` would make zeros for all other chunks in backward.
-    for keep, move, add in zip(kept.unbind(3), moves.unbind(3), adds.unbind(3)):
-        found.append(torch.zeros_like(add) if state is None else state)
-        state = add if state is None else torch.addcmul(add, keep, state) - move @ state
-    return torch.stack(found, 3), state
+def _states(moves: Tensor, adds: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes moves S + adds."""
+    heads = moves.shape[:3]
+    if state is None:
+        state = torch.zeros_like(adds[:, :, :, 0])
+    states_HNGV, state_HGV = _chunk_states(moves.flatten(0, 2), adds.flatten(0, 2), state.flatten(0, 2))
+    return states_HNGV.unflatten(0, heads), state_HGV.unflatten(0, heads)
+
+
+@torch.library.custom_op("pretrain::chunk_states", mutates_args=())
+def _chunk_states(moves_HNGG: Tensor, adds_HNGV: Tensor, state_HGV: Tensor) -> tuple[Tensor, Tensor]:
+    """`_states` of H heads, as one operator: a compiler would write the loop out, and needs minutes for a long sequence."""
+    states_HNGV, state_HGV = torch.empty_like(adds_HNGV), state_HGV.clone()
+    for n in range(adds_HNGV.shape[1]):
+        states_HNGV[:, n] = state_HGV
+        state_HGV = torch.baddbmm(adds_HNGV[:, n], moves_HNGG[:, n], state_HGV)
+    return states_HNGV, state_HGV
+
+
+@torch.library.custom_op("pretrain::chunk_states_backward", mutates_args=())
+def _chunk_states_backward(g_states_HNGV: Tensor, g_HGV: Tensor, moves_HNGG: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of S after each chunk, and of S before the first one."""
+    after_HNGV, g_HGV = torch.empty_like(g_states_HNGV), g_HGV.clone()
+    for n in reversed(range(g_states_HNGV.shape[1])):
+        after_HNGV[:, n] = g_HGV
+        g_HGV = torch.baddbmm(g_states_HNGV[:, n], moves_HNGG[:, n].mT, g_HGV)
+    return after_HNGV, g_HGV
+
+
+@_chunk_states.register_fake
+def _(moves_HNGG: Tensor, adds_HNGV: Tensor, state_HGV: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(adds_HNGV), torch.empty_like(state_HGV)
+
+
+@_chunk_states_backward.register_fake
+def _(g_states_HNGV: Tensor, g_HGV: Tensor, moves_HNGG: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(g_states_HNGV), torch.empty_like(g_HGV)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[0])
+
+
+def _gradients(ctx: Any, g_states_HNGV: Tensor, g_HGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    moves_HNGG, states_HNGV = ctx.saved_tensors
+    after_HNGV, before_HGV = _chunk_states_backward(g_states_HNGV, g_HGV, moves_HNGG)
+    return after_HNGV @ states_HNGV.mT, after_HNGV, before_HGV
+
+
+_chunk_states.register_autograd(_gradients, setup_context=_save)
 
 
 def short_convolution(

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrence import position_by_position
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pretrain.config.attention_schema import AttentionConfig, Latent, LinearAttentionConfig, Rope
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.caches import Cache, RecurrentCache
-from pretrain.models.delta_rule import CHUNK, gated_delta_rule, short_convolution
+from pretrain.models.delta_rule import CHUNK, _chunk_states, gated_delta_rule, short_convolution
 from pretrain.models.families import complete
 from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.models.shape import layer_specs
@@ -99,6 +100,17 @@ def test_decays_of_any_strength_neither_overflow_nor_lose_precision(strength):
     assert all(torch.isfinite(x).all() for x in (y, state, *(x.grad for x in inputs)))
     expected, _ = position_by_position(*exact)
     assert (y - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_operator_of_chunks_is_what_torch_wants_of_an_operator():
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)  # noqa: E731
+    torch.library.opcheck(_chunk_states, (draw(4, 3, 6, 6), draw(4, 3, 6, 5), draw(4, 6, 5)))
+
+
+def test_what_is_traced_of_the_rule_does_not_grow_with_the_length():
+    """A compiler would need minutes for the chunks of a long sequence one by one, and so would an estimate of memory."""
+    traced = [make_fx(lambda *inputs: gated_delta_rule(*inputs))(*arguments(chunks * CHUNK)) for chunks in (2, 9)]
+    assert len(traced[0].graph.nodes) == len(traced[1].graph.nodes) < 150
 
 
 def test_a_short_convolution_is_torchs_of_one_channel_at_a_time():

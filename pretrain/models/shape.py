@@ -79,7 +79,7 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     }
     last["experts.ffn_dim"] = model.experts.ffn_dim or (last["ffn_dim"] if model.experts.count else 0)
     patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
-    last |= patterns | _linear_sizes(model)
+    last |= patterns | _linear_sizes(model, said)
     if not (model.attention.window and any(patterns["attention.window_pattern"])):
         # There is one way to say that no layer has a window.
         last |= {"attention.window": 0, "attention.window_pattern": [True], "rope.local_theta": model.rope.theta}
@@ -90,11 +90,16 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     return model
 
 
-def _linear_sizes(model: Model) -> dict[str, int]:
-    """The sizes of linear attention that follow from others, where a layer has it."""
+def _linear_sizes(model: Model, said: set[str]) -> dict[str, int]:
+    """The sizes of linear attention that follow from others, where a layer has it. `said`: keys that were given a value."""
     sizes = model.linear_attention
     if not any(sizes.pattern):
         return {}
+    for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+        if f"linear_attention.{name}" in said and not getattr(sizes, name):
+            raise ConfigError(
+                f"model.linear_attention.{name}=0 leaves nothing of linear attention; set it to 1 or more, or leave it out"
+            )
     key_heads, key_dim = sizes.key_heads or model.heads, sizes.key_dim or model.head_dim
     found = {
         "key_heads": key_heads,

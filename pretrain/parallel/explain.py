@@ -62,33 +62,34 @@ def kept_bytes(config: Config, layout: Layout) -> int:
 
 
 def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]:
-    """A table with what each rank has: its place on every axis, samples of a step, layers, positions, heads, and its share of the weights.
+    """A table with what each rank has: its place on every axis, samples of a step, layers, positions, heads, experts, and its share of the weights.
 
     `costs`: of each layer (`strategy.layer_costs`).
     """
     sizes, spans = {axis: layout.axes[axis] for axis in AXES}, cut(costs, stages_of(config.parallel))
     axes = [axis for axis in AXES if sizes[axis] > 1]
     stages = list(zip(spans, stage_ranks(config.parallel.pipeline_schedule, layout.pipeline, len(spans))))
+    linear = ["heads of linear attention"] if any(config.model.linear_attention.pattern or ()) else []
     shared = ["experts"] if layout.expert > 1 else []
-    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", *shared, "weights"]]
+    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", *linear, *shared, "weights"]]
     for rank in range(math.prod(sizes.values())):
         place = coordinates_of(rank, sizes)
         data_rank = place["replicate"] * sizes["shard"] + place["shard"]
         share = config.batch.sequences // layout.data_size
         samples = "by length" if config.batch.tokens else _span(data_rank * share, (data_rank + 1) * share)
-        heads = config.model.heads // sizes["tensor"]
-        own = _span(place["tensor"] * heads, (place["tensor"] + 1) * heads)
+        heads = [config.model.heads, *([config.model.linear_attention.value_heads] if linear else [])]
+        own = [_part(count, place["tensor"], sizes["tensor"]) for count in heads]
         weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
         where = [str(place[axis]) for axis in axes]
         layers = ", ".join(_span(span.start, span.stop) for span, holder in stages if holder == place["pipeline"])
-        experts = [_experts(config.model.experts.count, expert_place(place, layout.axes), layout.expert)] if shared else []
+        experts = [_part(config.model.experts.count, expert_place(place, layout.axes), layout.expert)] if shared else []
         positions = _positions(config.data.sequence_length, place, sizes)
-        rows.append([str(rank), *where, samples, layers, positions, own, *experts, weights])
+        rows.append([str(rank), *where, samples, layers, positions, *own, *experts, weights])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
 
 
-def _experts(count: int, place: int, ranks: int) -> str:
+def _part(count: int, place: int, ranks: int) -> str:
     own = own_part(count, place, ranks)
     return _span(own.start, own.stop)
 

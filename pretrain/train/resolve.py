@@ -115,7 +115,9 @@ def _marked(config: Config) -> Schedule:
     }
     marks = {name: True for name, is_given in in_tokens.items() if is_given and getattr(schedule, name) is None}
     stages = [
-        dataclasses.replace(stage, by_tokens=True) if stage.tokens is not None and stage.by_tokens is None else stage
+        dataclasses.replace(stage, by_tokens=True)
+        if stage.tokens is not None and stage.by_tokens is None and stage.shape != "constant"
+        else stage
         for stage in schedule.stages
     ]
     return dataclasses.replace(schedule, stages=stages, **marks)
@@ -138,6 +140,8 @@ def _check_stage(config: Config, number: int, stage: RateStage) -> None:
         raise ConfigError(f"{key}.tokens: batches of data.pairs differ in tokens; use steps")
     if stage.by_tokens is not None and not config.batch.ramp:
         raise ConfigError(f"{key}.by_tokens has no effect without batch.ramp; remove it")
+    if stage.by_tokens is not None and stage.shape == "constant":
+        raise ConfigError(f"{key}.by_tokens has no effect with {key}.shape=constant; remove it")
 
 
 def _check_number(key: str, tokens: int, steps: int) -> None:

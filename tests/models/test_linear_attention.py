@@ -257,6 +257,12 @@ def test_sizes_that_are_not_given_are_those_of_attention():
     assert [spec.mixer for spec in layer_specs(model())] == ["gated_delta", "gated_delta", "attention"]
 
 
+@pytest.mark.parametrize("name", ["key_heads", "value_heads", "key_dim", "value_dim"])
+def test_a_size_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=f"model.linear_attention.{name}=0 leaves nothing of linear attention; set it to 1 or more"):
+        model(linear_attention=LinearAttentionConfig(pattern=[True, False], **{name: 0}))
+
+
 def test_layers_without_attention_are_not_rotated_and_have_no_window():
     config = model(attention=AttentionConfig(window=8))
     assert [(spec.window, spec.rope) for spec in layer_specs(config)] == [(0, False), (0, False), (8, True)]

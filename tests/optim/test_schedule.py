@@ -349,5 +349,8 @@ def test_a_warmup_by_tokens_without_a_warmup_is_refused():
 
 def test_a_stage_by_tokens_without_a_ramp_is_refused():
     stages = [RateStage(5, 0.5, by_tokens=True)]
+    constant = Config(schedule=Schedule(name="piecewise", stages=[RateStage(5, 0.5, "constant", by_tokens=False)]), batch=Batch(ramp=[BatchStage(512, 4)]))
+    with pytest.raises(ConfigError, match="schedule.stages.0.by_tokens has no effect with schedule.stages.0.shape=constant; remove it"):
+        tokens_as_steps(constant)
     with pytest.raises(ConfigError, match="schedule.stages.0.by_tokens has no effect without batch.ramp; remove it"):
         tokens_as_steps(Config(schedule=Schedule(name="piecewise", stages=stages)))

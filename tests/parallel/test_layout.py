@@ -534,6 +534,14 @@ def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
     assert len(rows) == 32 and len(covered) == 48 * 4 * 50 * 4
 
 
+def test_an_explanation_gives_every_head_of_linear_attention_to_a_tensor_rank():
+    sizes = "linear_attention: {pattern: [true, false], key_heads: 2, value_heads: 6}"
+    given = config("batch={sequences: 48, micro_sequences: 2}", f"model={{family: custom, layers: 2, heads: 4, {sizes}}}", "parallel={strategy: fsdp, tensor: 2}")
+    head, *rows = explain_ranks(plan_layout(given, 4, 10**6, None), given, [1, 1])
+    column = re.split(r"\s{2,}", head.strip()).index("heads of linear attention")
+    assert [re.split(r"\s{2,}", row.strip())[column] for row in rows] == ["0-2", "3-5"] * 2
+
+
 def test_an_explanation_gives_every_expert_to_one_rank_of_each_group_of_neighbours():
     given = config("batch={sequences: 48, micro_sequences: 2}", "model={heads: 4, experts: {count: 6}}", "parallel={strategy: fsdp, expert: 3}")
     head, *rows = explain_ranks(plan_layout(given, 6, 10**6, None), given, [1] * given.model.layers)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.models.caches import RecurrentCache
@@ -88,8 +89,8 @@ class GatedDeltaNet(nn.Module):
             recent = [_recent(x, old, begins_BT, count) for x, old in zip(projected[:3], cache.recent)]
             cache.keep(recent, state, y_BTC.shape[1])
             return y_BTC
-        if torch.compiler.is_compiling():  # torch's compiler chooses by itself what it computes again
-            return run(*inputs)[0]
+        if torch.compiler.is_compiling():  # the compiler marks what it is to compute again
+            return checkpoint(lambda *tensors: run(*tensors)[0], *inputs, use_reentrant=False, preserve_rng_state=False)
         return _ComputedAgain.apply(lambda *tensors: run(*tensors)[0], *inputs)
 
     def of_heads(self) -> HeadParameters:

@@ -180,15 +180,17 @@ def test_the_state_does_not_grow_with_the_positions():
 # ---- training -----------------------------------------------------------------------------------------------------------
 
 
-def test_backward_keeps_the_results_of_the_projections_and_no_chunks():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_keeps_the_results_of_the_projections_and_no_chunks(compiled):
     config = model(dim=64, linear_attention=LinearAttentionConfig(pattern=[True, True, False], key_heads=4, key_dim=16))
     layer = GatedDeltaNet(config)
     for p in layer.parameters():
         p.data.normal_(std=0.1)
     x_BTD = torch.randn(2, 512, 64, requires_grad=True)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        y_BTD = layer(x_BTD)
+        y_BTD = run(x_BTD)
     own = {p.data_ptr() for p in layer.parameters()} | {x_BTD.data_ptr()}
     kept = {x.data_ptr(): x.untyped_storage().nbytes() for x in saved if x.data_ptr() not in own}
     # Queries, keys, values, the gate and the result; two numbers per head.

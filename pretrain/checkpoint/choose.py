@@ -166,7 +166,7 @@ def _candidates(
     if not own:
         return _Candidates(tuple(files.checkpoints_at(path, "run.resume")))
     if not (went_back or real(path) == real(folder.parent) or named_before(path)):
-        _refuse_another(folder, own, path)
+        _refuse_another(own, path)
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
 
@@ -220,7 +220,7 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
     )
 
 
-def _refuse_another(folder: Path, own: list[Path], path: Path) -> NoReturn:
+def _refuse_another(own: list[Path], path: Path) -> NoReturn:
     """Raise CheckpointError for a path outside the run that no start of it gave. Going on from the newest would not be what was asked for."""
     meant = next((checkpoint for checkpoint in own if checkpoint.name == path.name), None)
     remedy = f"for its {meant.name}, set run.resume={meant}" if meant else f"to start from {path}, choose another run.name"

@@ -195,12 +195,13 @@ class Stream:
         return {source.name: count / max(1, sum(counts)) for source, count in zip(self.sources, counts)}
 
     def describe(self, until: int) -> list[str]:
-        """A line for each source, with how often the samples before position `until` repeat it, and for each change of shares."""
-        lines = []
+        """A line for each source, with how often the samples before position `until` repeat it and its share of them, and for each change of shares."""
+        lines, shares = [], self.shares(until)
         for source, count in zip(self.sources, self.mixture.counts(until)):
+            share = f", {shares[source.name]:.1%} of the run's samples" if shares else ""
             lines.append(
                 f"data     {source.name}: {len(source):,} samples of {self.sequence_length} tokens{source.describe()}, "
-                f"{count / len(source):.2f} epochs"
+                f"{count / len(source):.2f} epochs{share}"
             )
         for segment in self.mixture.segments[1:]:
             if segment.start < until:

@@ -194,10 +194,10 @@ class HfDirectory:
         refuse_odd_numbers(self.files[name].path, name, tensor, kept)
         return tensor.to(self.plan.kept.get(line.ours[0], torch.float32))
 
-    def whole(self, cast: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
-        """All tensors by our names; `cast` takes each, by name, before the next entry is read."""
-        cast = cast or (lambda name, tensor: tensor)
-        return {name: cast(name, tensor) for line in self.plan.entries for name, tensor in self.read(line).items()}
+    def whole(self, cast: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+        """All tensors by our names; `cast` takes each before the next entry is read."""
+        cast = cast or (lambda tensor: tensor)
+        return {name: cast(tensor) for line in self.plan.entries for name, tensor in self.read(line).items()}
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""

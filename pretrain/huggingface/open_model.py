@@ -105,11 +105,11 @@ def _family_for(directory: Path, notes: list[str]) -> str | None:
     return None
 
 
-Cast = Callable[[str, Tensor], Tensor]
+Cast = Callable[[Tensor], Tensor]
 
 
 def _caster(dtype: torch.dtype) -> Cast:
-    def cast(name: str, tensor: Tensor) -> Tensor:
+    def cast(tensor: Tensor) -> Tensor:
         matrix = tensor.dim() > 1 and tensor.is_floating_point()
         return tensor.to(dtype) if matrix else tensor
 
@@ -142,7 +142,7 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
     files.verify(checkpoint)
     model = files.model_of(checkpoint, files.load_state(checkpoint))
     weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
-    return model, weights if cast is None else {name: cast(name, tensor) for name, tensor in weights.items()}, checkpoint
+    return model, weights if cast is None else {name: cast(tensor) for name, tensor in weights.items()}, checkpoint
 
 
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:

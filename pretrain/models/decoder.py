@@ -41,7 +41,7 @@ from pretrain.models.positions import Tables, rotary_tables
 from pretrain.models.shape import LayerSpec, head_widths, layer_specs
 
 Inputs = dict[int | None, tuple[Tables | None, Mask | None]]
-"""What layers get, by what they see (`LayerSpec.sees`): rotary tables and mask."""
+"""What layers get, by the kind of mask that they need (`LayerSpec.mask_kind`): rotary tables and mask."""
 
 
 class Decoder(nn.Module):
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
             # encoder-decoder). No view else: of a length that varies, a compiled block would be compiled once for views and once for others.
             x_BTD = embedded_BTD.view_as(embedded_BTD)
         for name, block in blocks.items():
-            rope, mask = inputs[block.spec.sees]
+            rope, mask = inputs[block.spec.mask_kind]
             layer_cache = cache.layers[int(name)] if cache else None
             dropped = dropout and dropout.of_block(f"layers.{name}")
             x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
             losses = self.output(x_BTD, targets_BT, tied, sequence_weights_B, with_cross_entropy=True)
             objective_B, cross_entropy_B = losses
         else:
-            rope, mask = inputs[ahead.spec.sees]
+            rope, mask = inputs[ahead.spec.mask_kind]
             rope = rope if ahead.spec.rope else None
             further_BTD, reports = ahead(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
             for depth, report in enumerate(reports):
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
             starts_BN = starts_of(None if cache else numbers_BT, tokens_BT)
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs: Inputs = {}
-        for window in {spec.sees for spec in specs}:
+        for window in {spec.mask_kind for spec in specs}:
             if window is None:  # linear attention
                 inputs[window] = None, None if numbers_BT is None else document_begins(numbers_BT)[:, start:]
                 continue

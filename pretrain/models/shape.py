@@ -359,7 +359,7 @@ class LayerSpec:
     """Whether a mixture of experts is in place of the MLP."""
 
     @property
-    def sees(self) -> int | None:
+    def mask_kind(self) -> int | None:
         """What decides its mask: the window, or None for linear attention, which needs to know where documents begin."""
         return None if self.mixer == "gated_delta" else self.window
 

@@ -77,8 +77,10 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
         data_rank = place["replicate"] * sizes["shard"] + place["shard"]
         share = config.batch.sequences // layout.data_size
         samples = "by length" if config.batch.tokens else _span(data_rank * share, (data_rank + 1) * share)
-        heads = [config.model.heads, *([config.model.linear_attention.value_heads] if linear else [])]
-        own = [_part(count, place["tensor"], sizes["tensor"]) for count in heads]
+        own = [_part(config.model.heads, place["tensor"], sizes["tensor"])]
+        if linear:  # context ranks share them as well, and go through all positions
+            number, ranks = place["tensor"] * sizes["context"] + place["context"], sizes["tensor"] * sizes["context"]
+            own.append(_part(config.model.linear_attention.value_heads, number, ranks))
         weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
         where = [str(place[axis]) for axis in axes]
         layers = ", ".join(_span(span.start, span.stop) for span, holder in stages if holder == place["pipeline"])

@@ -114,13 +114,13 @@ class PipelineAxis:
                     losses[number] = Losses(objective_B.detach(), cross_entropy_B)
                     waiting[stage, number] = Passed(passed.taken, (objective_B.sum() / target_tokens,))
                 else:
-                    mail.send(FORWARD, stage, stage + 1, number, passed.returned)
+                    mail.send(FORWARD, stage + 1, number, passed.returned)
             else:
                 passed, gradients = waiting.pop((stage, number)), mail.take(action)
                 if self.weights is not None:
                     self.weights.passing = stage, number
                 backward(number == micro_batches - 1, lambda p=passed, g=gradients: _run_backward(p.returned, g))
-                mail.send(BACKWARD, stage, stage - 1, number, [_gradient(x) for x in passed.taken])
+                mail.send(BACKWARD, stage - 1, number, [_gradient(x) for x in passed.taken])
         mail.close()
         zeros = [torch.zeros(len(taken[i]["tokens_BT"]), device=self.mesh.device) for i in range(micro_batches)]
         return [losses.get(number, Losses(none_B, none_B)) for number, none_B in enumerate(zeros)]
@@ -165,7 +165,7 @@ class PipelineAxis:
             mail.expect([action], {0: inputs}, None, {})
             result = self._forward(call, stage, inputs, mail.take(action)).returned
             if stage < last:
-                mail.send(FORWARD, stage, stage + 1, 0, result)
+                mail.send(FORWARD, stage + 1, 0, result)
         mail.close()
         return self._from_last(result, self.rank_of[last])
 

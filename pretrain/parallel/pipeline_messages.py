@@ -50,8 +50,8 @@ class Mail:
         """Messages from this rank to itself."""
         self.coming: dict[Action, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}
 
-    def send(self, kind: str, stage: int, other: int, number: int, tensors: Iterable[Tensor]) -> None:
-        """Send what `stage` returned to another stage."""
+    def send(self, kind: str, other: int, number: int, tensors: Iterable[Tensor]) -> None:
+        """Send what a stage of this rank returned to another stage."""
         if not 0 <= other < self.axis.stages:
             return
         rank = self.axis.rank_of[other]

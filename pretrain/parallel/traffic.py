@@ -208,7 +208,7 @@ def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: 
     sublayers = sum(isinstance(module, SUBLAYERS) and module not in inner for module in modules)
     memories = sum(isinstance(module, CrossAttention) for module in modules)  # each gathers the encoder's output
     _add_pairs(traffic, GATHER, sublayers + memories + _shifts(network))
-    _add_pairs(traffic, SCATTER, sublayers + _look_ups(network, config))
+    _add_pairs(traffic, SCATTER, sublayers + _look_ups(network))
     for module in modules:
         if isinstance(module, Attention) and not module.per_head and module.query_norm is not None:
             norms = 2 if config.model.kv_heads % layout.tensor == 0 else 1
@@ -223,7 +223,7 @@ def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: 
         traffic.once[REDUCE] += 1
 
 
-def _look_ups(network: nn.Module, config: Config) -> int:
+def _look_ups(network: nn.Module) -> int:
     """How often a micro-step looks up rows of a table."""
     if isinstance(network, EncoderDecoder):
         first_of_encoder, first_of_decoder = "0" in network.encoder, "0" in network.decoder

@@ -142,15 +142,15 @@ class Trainer:
         self.progress.tokens += target_tokens
         figures = {"objective": objective, "loss": loss, "grad_norm": grad_norm, "source_losses": by_source}
         return TakenStep(
-            number,
-            self.progress.tokens,
-            self.progress.samples,
-            rate,
-            digest,
-            batch.positions.repeat(batch.rows_per_sample).tolist(),
-            losses.objective_B,
-            Figures(figures | routers | by_layer),
-            list(source_tokens),
+            number=number,
+            tokens=self.progress.tokens,
+            samples=self.progress.samples,
+            rate=rate,
+            digest=digest,
+            positions=batch.positions.repeat(batch.rows_per_sample).tolist(),
+            losses_B=losses.objective_B,
+            figures=Figures(figures | routers | by_layer),
+            source_tokens=list(source_tokens),
         )
 
     def settle(self, step: TakenStep) -> StepRecord:

@@ -19,10 +19,12 @@ from pretrain.distributed.launcher import expected_world_size
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
+from pretrain.models.linear_attention import HeadParameters
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_options
+from pretrain.parallel.tensor_modules import share_of_heads
 from pretrain.train.resolve import resolve
 
 GB = 10**9
@@ -534,12 +536,16 @@ def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
     assert len(rows) == 32 and len(covered) == 48 * 4 * 50 * 4
 
 
-def test_an_explanation_gives_every_head_of_linear_attention_to_a_tensor_rank():
-    sizes = "linear_attention: {pattern: [true, false], key_heads: 2, value_heads: 6}"
-    given = config("batch={sequences: 48, micro_sequences: 2}", f"model={{family: custom, layers: 2, heads: 4, {sizes}}}", "parallel={strategy: fsdp, tensor: 2}")
-    head, *rows = explain_ranks(plan_layout(given, 4, 10**6, None), given, [1, 1])
+def test_an_explanation_gives_every_head_of_linear_attention_to_a_tensor_and_context_rank():
+    sizes = "linear_attention: {pattern: [true, false], key_heads: 4, value_heads: 8}"
+    given = config("batch={sequences: 48, micro_sequences: 2}", f"model={{family: custom, layers: 2, heads: 4, {sizes}}}", "parallel={strategy: fsdp, tensor: 2, context: 2}")
+    head, *rows = explain_ranks(plan_layout(given, 8, 10**6, None), given, [1, 1])
     column = re.split(r"\s{2,}", head.strip()).index("heads of linear attention")
-    assert [re.split(r"\s{2,}", row.strip())[column] for row in rows] == ["0-2", "3-5"] * 2
+    # Of tensor rank t and context rank c: value heads 4 t + 2 c and the next, which is what the modules keep.
+    parts = HeadParameters(*(torch.arange(8) for _ in range(5)))
+    kept = [share_of_heads(share_of_heads(parts, tensor, 2), context, 2).decay_bias.tolist() for context in range(2) for tensor in range(2)]
+    cells = [f"{part[0]}-{part[-1]}" for part in kept] * 2
+    assert [re.split(r"\s{2,}", row.strip())[column] for row in rows] == cells
 
 
 def test_an_explanation_gives_every_expert_to_one_rank_of_each_group_of_neighbours():

@@ -72,7 +72,7 @@ def gated_delta_rule(
     v, log_decay, rate = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT, rate_BKRT))
     g, rate = log_decay.cumsum(-1), rate[..., None]
     sight = _sight(begins_BT, size, q.device)
-    fading = torch.where(sight.earlier, g[..., :, None] - g[..., None, :], -torch.inf).exp()
+    fading = (g[..., :, None] - g[..., None, :]).masked_fill(~sight.earlier, -torch.inf).exp()
     faded = (g.exp() * sight.before)[..., None]
     inverse = _InverseOfLower.apply((k @ k.mT) * fading * rate)
     u, w = inverse @ (v * rate), inverse @ (k * (faded * rate))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -231,6 +232,17 @@ def test_models_of_every_kind_run_without_values(model, options):
     few = ("model.layers=4", "model.vocab_size=512", BF16)
     found = [of_model(model, micro, 2, *few, *options, length=128).activations for micro in (1, 2)]
     assert found[0] < found[1] <= 2.01 * found[0]
+
+
+def test_compiled_linear_attention_holds_no_more_of_a_position_and_torch_knows_its_gradients():
+    def of_a_position(*options: str) -> int:
+        few = ("model.layers=4", "model.vocab_size=512", BF16)
+        shorter, longer = (of_model("qwen3.5-9b", 1, 2, *few, *options, length=length).activations for length in (1024, 3072))
+        return longer - shorter
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
+        assert of_a_position(BLOCKS) <= of_a_position()
 
 
 def test_every_layer_keeps_a_dense_mask_as_numbers_for_its_kernel():

@@ -1,7 +1,7 @@
 """Peaks of devices, for the MFU by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
 
 Per token (`flops_per_token` of a network), forward and backward: 6 x (parameters in matrix products) + 12 x layers x attention width x min(sequence length,
-window). The output head counts, the embedding look-up does not. There is no causal discount, and recomputation does not count.
+window); a layer of linear attention has 18 x value heads x key width x value width in place of attention. The output head counts, the embedding look-up does not. There is no causal discount, and recomputation does not count.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def refused(*overrides: str) -> str:
 @pytest.mark.parametrize("name", sorted(ANSWERS))
 def test_every_answer_names_keys_that_exist_and_a_name_of_ours_leads_to_its_key(name):
     keys = re.findall(
-        r"\b(?:run|model|data|batch|optim|schedule|parallel|precision|checkpoint|validation|log)\.[a-z_.]*[a-z]", ANSWERS[name]
+        r"\b(?:run|model|data|batch|optim|loss|schedule|parallel|precision|checkpoint|validation|log)\.[a-z_.]*[a-z]", ANSWERS[name]
     )
     pages = re.findall(r"\bdocs/\w+\.md", ANSWERS[name])
     assert keys or pages

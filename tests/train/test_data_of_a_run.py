@@ -239,7 +239,9 @@ def test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_th
     set_data(config_file, sources=sources(prepared, other, max_epochs=2))
     code, printed = run_main(str(config_file), "run.steps=200", "--check")
     assert code == 0
-    assert "b: 249 samples of 32 tokens, 2.00 epochs" in printed
+    shares = re.findall(r"^data     (\w): .*, (\d+\.\d)% of the run's samples$", printed, re.MULTILINE)
+    assert "b: 249 samples of 32 tokens, 2.00 epochs" in printed and [name for name, _ in shares] == ["a", "b"]
+    assert shares[1][1] == f"{100 * 2 * 249 / (200 * 16):.1f}" and sum(float(share) for _, share in shares) == pytest.approx(100)
     assert "tokens on: a 100.0%" in printed
 
 

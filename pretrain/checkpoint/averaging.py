@@ -27,9 +27,6 @@ from pretrain.checkpoint.save import write_alone
 from pretrain.config.written import model_identity
 from pretrain.errors import CheckpointError, ConfigError, shown
 from pretrain.progress import ByteProgress
-from pretrain.storage import refuse_existing
-
-_TOKENIZERS = ("tokenizer", "source_tokenizer")  # folders of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,10 @@ def average_checkpoints(checkpoints: Sequence[Path], output: Path, shares: Seque
     """Write the mean of the weights of checkpoints of one architecture, as `run.init_from` and the tools take it.
 
     `shares`: how much each of them counts, as positive numbers of any sum; all count alike without. The sum is in fp64, and the mean in
-    fp32. A tensor that is the same in all of them stays as it is, in its format. All but the weights (tokenizer, configuration) is that of the last one. Every
+    fp32. Whole numbers, and infinities of a mask, have to be the same in all of them. All but the weights (tokenizer, configuration) is that of the last one. Every
     file is verified first. Raises CheckpointError, ConfigError or DataError, and leaves nothing behind, when anything fails.
     """
-    refuse_existing(output)
+    files.refuse_as_output(output)
     shares = _parts_of_one(checkpoints, shares)
     sources = [_Source(path) for path in checkpoints]
     with ByteProgress("verifying the checkpoints", sum(source.bytes for source in sources)) as seen:
@@ -78,8 +75,9 @@ def average_checkpoints(checkpoints: Sequence[Path], output: Path, shares: Seque
     last = sources[-1]
     for source in sources[:-1]:
         source.refuse_other_than(last)
+    formats = {name: _format_of_mean(name, sources) for name in last.shapes}
     with ByteProgress("averaging", sum(source.payload_bytes for source in sources)) as done:
-        mean, tensors = _Mean(sources, shares, done), on_meta(last.shapes, torch.float32, last.kept)
+        mean, tensors = _Mean(sources, shares, formats, done), on_meta(last.shapes, torch.float32, formats)
         write_alone(output, tensors, _state(sources, shares), last.attachments, mean.read)
     return Averaged(tuple(checkpoints), tuple(shares), sum(math.prod(shape) for shape in last.shapes.values()))
 
@@ -90,12 +88,33 @@ def _parts_of_one(checkpoints: Sequence[Path], shares: Sequence[float] | None) -
         raise ConfigError(f"{len(shares)} shares for {len(checkpoints)} checkpoints; give one for each, in their order")
     if odd := [share for share in shares if not 0 < share < math.inf]:
         raise ConfigError(f"a share of {odd[0]}: shares are positive numbers; leave out a checkpoint that is not to count")
-    places = [path.resolve() for path in checkpoints]
-    if twice := [path for path in checkpoints if places.count(path.resolve()) > 1]:
-        raise ConfigError(f"{twice[0]} is named twice; give it a larger share instead")
+    manifests = [files.manifest_hash(path) for path in checkpoints]
+    if twice := [path for path, manifest in zip(checkpoints, manifests) if manifests.count(manifest) > 1]:
+        also = "" if twice[0] == twice[1] else f", also as {twice[1]}"
+        raise ConfigError(f"{twice[0]} is named twice{also}; give it a larger share instead")
     largest = max(shares)  # so that no sum overflows
     whole = math.fsum(share / largest for share in shares)
-    return [share / largest / whole for share in shares]
+    parts = [share / largest / whole for share in shares]
+    if lost := [share for share, part in zip(shares, parts) if not part]:
+        raise ConfigError(f"a share of {lost[0]} is nothing beside {largest}; leave out a checkpoint that is not to count")
+    return parts
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _format_of_mean(name: str, sources: Sequence[_Source]) -> torch.dtype:
+    """fp32, or fp64 where a checkpoint has it; whole numbers keep their format. Raises CheckpointError for formats without a mean."""
+    formats = {source.payload.items[name].properties.dtype: source for source in sources}
+    if all(dtype in _FLOATS for dtype in formats):
+        return torch.float64 if torch.float64 in formats else torch.float32
+    if len(formats) > 1 or not set(formats) <= set(_WHOLE):
+        dtype, source = next(pair for pair in formats.items() if pair[0] not in _FLOATS)
+        raise CheckpointError(
+            f"{source.path}: {name} has no mean: it is {dtype}, and all checkpoints need floating-point numbers there, or equal whole ones"
+        )
+    return next(iter(formats))
 
 
 class _Source:
@@ -114,21 +133,15 @@ class _Source:
         return {name: tuple(self.payload.items[name].size) for name in self.payload.names("model.")}
 
     @property
-    def kept(self) -> dict[str, torch.dtype]:
-        """The number formats that a mean has as well: all but those of weights."""
-        formats = {name: self.payload.items[name].properties.dtype for name in self.shapes}
-        return {name: dtype for name, dtype in formats.items() if dtype not in (torch.bfloat16, torch.float16)}
-
-    @property
     def payload_bytes(self) -> int:
         """Bytes of the weights."""
         return sum(math.prod(shape) * self.payload.items[name].properties.dtype.itemsize for name, shape in self.shapes.items())
 
     @property
     def attachments(self) -> dict[str, Path]:
-        """What lies beside payload and state, as whole files and folders."""
-        names = {Path(name).parts[0] for name in self.manifest if not name.endswith(".distcp")}
-        return {name: self.path / name for name in sorted(names - {files.METADATA, files.STATE})}
+        """What lies beside payload and state, of the files that were verified."""
+        beside = [name for name in self.manifest if not name.endswith(".distcp")]
+        return {name: self.path / name for name in sorted({*beside} - {files.METADATA, files.STATE})}
 
     def refuse_other_than(self, other: _Source) -> None:
         """Raise CheckpointError where the two hold different architectures, or ids that stand for other texts."""
@@ -140,9 +153,10 @@ class _Source:
                 self._refuse(other, f"{name} is {shown(ours.get(name))} here and {shown(theirs.get(name))} there")
         if odd := sorted(self.shapes.items() ^ other.shapes.items()):
             self._refuse(other, f"{odd[0][0]} is not there with the same shape")
-        for name in self.manifest.keys() & other.manifest.keys():
-            if Path(name).parts[0] in _TOKENIZERS and self.manifest[name]["sha256"] != other.manifest[name]["sha256"]:
-                self._refuse(other, f"{name} is another file")
+        ours, theirs = ({n: f["sha256"] for n, f in s.manifest.items() if _decides_ids(n)} for s in (self, other))
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                self._refuse(other, f"{name} is {'another file' if name in ours and name in theirs else 'in one of them only'}")
 
     def _refuse(self, other: _Source, why: str) -> NoReturn:
         raise CheckpointError(
@@ -150,50 +164,59 @@ class _Source:
         )
 
 
+def _decides_ids(name: str) -> bool:
+    """Whether a file of a checkpoint is one of a tokenizer that decides which ids a text gets."""
+    folder, _, file = name.partition("/")
+    return folder in ("tokenizer", "source_tokenizer") and file != "tokenizer_config.json"
+
+
 class _Mean:
     """The means of the tensors, one by one; holds the last one."""
 
-    def __init__(self, sources: Sequence[_Source], shares: Sequence[float], done: ByteProgress) -> None:
-        self.sources, self.shares, self.done = sources, shares, done
+    def __init__(
+        self, sources: Sequence[_Source], shares: Sequence[float], formats: dict[str, torch.dtype], done: ByteProgress
+    ) -> None:
+        self.sources, self.shares, self.formats, self.done = sources, shares, formats, done
         self.current: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
         """The mean of the tensor of this name. A save asks for each one several times in a row."""
         if name not in self.current:
             self.current = {}  # before the next is read
-            self.current = {name: self._mean(name)}
+            self.current = {name: self._sum(name).to(self.formats[name])}
         return self.current[name]
 
-    def _mean(self, name: str) -> Tensor:
-        dtype, first = self.sources[-1].kept.get(name, torch.float32), self._read(self.sources[0], name)
-        total, alike = first.double() * self.shares[0], True
+    def _sum(self, name: str) -> Tensor:
+        first = self._read(self.sources[0], name)
+        has_mean = first.is_floating_point() and bool(first.isfinite().all())
+        if not has_mean:  # whole numbers, or a mask of infinities: the same in all of them, or refused
+            for source in self.sources[1:]:
+                self._refuse_other(source, name, first)
+            return first
+        total = first.double().mul_(self.shares[0])
+        del first  # before the next is read
         for source, share in zip(self.sources[1:], self.shares[1:]):
-            alike &= self._add(total, source, name, share, first)
-        if alike:  # nothing is rounded, and infinities of a mask stay what they are
-            return first.to(dtype)
-        if not first.is_floating_point():
-            raise CheckpointError(
-                f"{self.sources[0].path}: {name} has no mean: it is {first.dtype}, and not the same in all checkpoints"
-            )
-        mean = total.to(dtype)
-        if not mean.isfinite().all():
-            raise CheckpointError(f"{self._culprit(name)}: {name} holds numbers that are not finite; leave this checkpoint out")
-        return mean
+            self._add(total, source, name, share)
+        return total
 
-    def _add(self, total: Tensor, source: _Source, name: str, share: float, first: Tensor) -> bool:
-        """Whether what was added is equal to `first`. A function of its own, so that nothing of one checkpoint is alive when the next is read."""
+    def _add(self, total: Tensor, source: _Source, name: str, share: float) -> None:
+        # A function of its own, so that nothing of one checkpoint is alive when the next is read.
         value = self._read(source, name)
+        if not value.isfinite().all():
+            raise CheckpointError(f"{source.path}: {name} holds numbers that are not finite; leave this checkpoint out")
         total.add_(value, alpha=share)
-        return torch.equal(value.to(first.dtype), first)
+
+    def _refuse_other(self, source: _Source, name: str, first: Tensor) -> None:
+        floats = first.is_floating_point()
+        wide, value = torch.float64 if floats else first.dtype, self._read(source, name)
+        if not torch.equal(value.to(wide), first.to(wide)):
+            what = "holds numbers that are not finite" if floats else f"is {first.dtype}, and not the same in all checkpoints"
+            raise CheckpointError(f"{self.sources[0].path}: {name} {what}; leave this checkpoint out")
 
     def _read(self, source: _Source, name: str) -> Tensor:
         [value] = source.payload.read([name]).values()
         self.done.add(value.nbytes)
         return value
-
-    def _culprit(self, name: str) -> Path:
-        """The checkpoint whose tensor of this name is not finite. A mean of finite numbers is finite."""
-        return next(s.path for s in self.sources if not s.payload.read([name])[name].isfinite().all())
 
 
 def _state(sources: Sequence[_Source], shares: Sequence[float]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section, identity_of_today, of_today
-from pretrain.errors import CheckpointError, UnreadableError, UserError, line_of, shown
-from pretrain.storage import exists, flush, sha256_of, unrepeated
+from pretrain.errors import CheckpointError, DataError, UnreadableError, UserError, line_of, shown
+from pretrain.storage import exists, flush, refuse_existing, sha256_of, unrepeated
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -68,6 +68,13 @@ def checkpoints_at(path: Path, key: str | None = None) -> list[Path]:
     if not found:
         raise CheckpointError(f"{setting}{path}: is neither a complete checkpoint nor a run directory with one")
     return found
+
+
+def refuse_as_output(output: Path) -> None:
+    """Raise DataError, naming `output`, unless a tool can make a checkpoint there: it is free, and no run would take it for one of its own."""
+    refuse_existing(output)
+    if _NAME.fullmatch(output.name) and output.absolute().parent.name == "checkpoints":
+        raise DataError(f"{output}: a run would take it for a checkpoint of its own; choose another output")
 
 
 def read_newest(path: Path, read: Callable[[Path], T]) -> T:
@@ -163,8 +170,11 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 def model_of(checkpoint: Path, state: dict[str, Any]) -> Model:
     """The shape of the model in a checkpoint with this state. Raises CheckpointError for one that this program does not know."""
     try:
-        return build_section(Model, state["model"])
-    except (TypeError, KeyError, AttributeError) as error:
+        model = build_section(Model, state["model"])
+        if model.hf_config is not None:
+            json.loads(model.hf_config)
+        return model
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE}: `model` is not one of this version of the program ({line_of(error)}); take the version that saved it"
         ) from error

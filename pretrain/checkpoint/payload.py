@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretrain.checkpoint.files import METADATA
+from pretrain.checkpoint.files import METADATA, read_manifest
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
 from pretrain.errors import CheckpointError
@@ -171,7 +171,13 @@ class Payload:
 
     @functools.cached_property
     def _metadata(self) -> Metadata:
-        return read_metadata(self.checkpoint)
+        metadata, listed = read_metadata(self.checkpoint), read_manifest(self.checkpoint)
+        for stored in (metadata.storage_data or {}).values():
+            if stored.relative_path not in listed:
+                raise CheckpointError(
+                    f"{self.checkpoint}: its tensors lie in {stored.relative_path}, which its manifest does not list, so that no hash proves them"
+                )
+        return metadata
 
 
 def _portions(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -254,18 +260,30 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{path}: refused: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
+    _check_places(metadata, path)
+    _check_tensors(metadata, path)
+    return metadata
+
+
+def _check_places(metadata: Metadata, path: Path) -> None:
+    if not isinstance(metadata.storage_data or {}, dict):
+        raise CheckpointError(f"{path}: refused: it has no table of places")
     for stored in (metadata.storage_data or {}).values():
         file = getattr(stored, "relative_path", None)
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise CheckpointError(f"{path}: refused: it names a file that is not in the checkpoint: {file}")
+
+
+def _check_tensors(metadata: Metadata, path: Path) -> None:
     if not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path}: refused: it has no table of tensors")
     for name, item in metadata.state_dict_metadata.items():
-        if not isinstance(item, TensorStorageMetadata):
+        if not isinstance(name, str) or not isinstance(item, TensorStorageMetadata):
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
+        if not isinstance(getattr(item.properties, "dtype", None), torch.dtype):
+            raise CheckpointError(f"{path}: refused: {name} has no number format")
         if not _make_whole(item):
             raise CheckpointError(f"{path}: refused: the pieces of {name} do not make the whole of it")
-    return metadata
 
 
 _CUT_AT_MOST = 8

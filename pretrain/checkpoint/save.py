@@ -30,7 +30,7 @@ from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.planners import HoldingPlanner, StreamingPlanner, StreamingWriter
 from pretrain.distributed.ranks import ALONE, Ranks
 from pretrain.errors import CheckpointError
-from pretrain.storage import copy_tree, flush, make_directory, named_if_full, plain, rename_into_place
+from pretrain.storage import copy_tree, flush, make_directory, plain, rename_into_place
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def write_alone(
 ) -> None:
     """Write the checkpoint of a tool, which is no run and holds no model: beside `output`, and renamed when it is complete.
 
-    Otherwise as `write_checkpoint`. A CheckpointError of `read` is raised as it is, because it names the user's file.
+    Otherwise as `write_checkpoint`. Its CheckpointErrors name `output`; one of `read` is raised as it is, because it names the user's file.
     """
     problems: list[CheckpointError] = []
 
@@ -232,14 +232,19 @@ def write_alone(
             problems.append(error)
             raise
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with named_if_full(output), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        stage = Path(folder) / "checkpoint"
-        try:
-            write_checkpoint(stage, tensors, state, attachments, ALONE, reading)
-        except CheckpointError as error:
-            raise (problems[0] if problems else error) from error
-        rename_into_place(stage, output)
+    try:
+        make_directory(output.parent)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+            stage = Path(folder) / "checkpoint"
+            try:
+                write_checkpoint(stage, tensors, state, attachments, ALONE, reading)
+            except CheckpointError as error:
+                reason = str(error).removeprefix(f"{files.writing_directory_of(stage)}: ")
+                raise (problems[0] if problems else CheckpointError(f"{output}: {reason}")) from error
+            rename_into_place(stage, output)
+    except OSError as error:
+        named = Path(error.filename) if error.filename else output
+        raise CheckpointError(f"{named if named in output.parents else output}: {error.strerror or error}") from error
 
 
 def _start(writing: Path) -> None:
@@ -268,7 +273,9 @@ def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict
             names += [str(p.relative_to(directory)) for p in sorted((directory / name).rglob("*")) if p.is_file()]
             flush(directory / name)
         else:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, directory / name)
+            flush((directory / name).parent)
             names.append(name)
     return {name: _flushed(directory / name) for name in names}
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.checkpoint.files import refuse_as_output
 from pretrain.checkpoint.planners import on_meta
 from pretrain.checkpoint.save import write_alone
 from pretrain.config.model_schema import Model
@@ -29,7 +30,7 @@ from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named
 from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.progress import ByteProgress
-from pretrain.storage import named_if_full, refuse_existing
+from pretrain.storage import named_if_full
 
 MODEL_FILE = "model.yaml"
 CHAT_FILE = "chat_template.jinja"
@@ -51,7 +52,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     With `verify`, transformers' logits are compared with ours before anything is written, which takes memory for the model. Raises
     CheckpointError, ConfigError or DataError, and leaves nothing behind, when anything fails.
     """
-    refuse_existing(output)
+    refuse_as_output(output)
     source = HfDirectory(directory, family)
     named_ends(directory)  # what is attached below must be of use later
     compared = compare_logits(directory, source.model, source.plan.parameters, source.whole) if verify else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -86,12 +85,12 @@ def test_shares_are_in_proportion_and_in_the_order_of_the_paths(run, tmp_path):
     assert [part["manifest"] for part in state["averaged"]] == [files.manifest_hash(path) for path in paths]
 
 
-@given(st.lists(st.tuples(st.floats(1e-300, 1e300), st.integers(0, 99)), min_size=2, max_size=5), st.randoms())
+@given(st.lists(st.tuples(st.floats(1e-100, 1e100), st.integers(0, 99)), min_size=2, max_size=5), st.randoms())
 @settings(max_examples=15, deadline=None)
 def test_the_order_of_checkpoints_does_not_matter_and_equal_ones_are_their_mean(tmp_path_factory, parts, random):
     folder = tmp_path_factory.mktemp("mean")
     paths = [
-        checkpoint(folder / str(n), {"mixed": torch.rand(3, 5, generator=torch.Generator().manual_seed(seed)), "same": torch.tensor([0.1, -torch.inf])})
+        checkpoint(folder / str(n), {"number": torch.tensor(float(n)), "mixed": torch.rand(3, 5, generator=torch.Generator().manual_seed(seed)), "same": torch.tensor([0.1, -torch.inf])})
         for n, (_, seed) in enumerate(parts)
     ]
     shuffled = list(enumerate(parts))
@@ -117,11 +116,19 @@ def test_a_mean_of_weights_in_bf16_is_kept_in_fp32_and_whole_numbers_stay(tmp_pa
 
 
 def test_a_run_that_kept_its_weights_in_bf16_and_one_in_fp32_have_a_mean(tmp_path):
-    paths = [checkpoint(tmp_path / str(dtype), {"w": torch.tensor([1.0, 1.5], dtype=dtype)}) for dtype in (torch.bfloat16, torch.float32)]
+    finer = {torch.bfloat16: [1.0, 1.5], torch.float32: [1.001, 1.5]}  # rounded to bf16 they are equal
+    paths = [checkpoint(tmp_path / str(dtype), {"w": torch.tensor(value, dtype=dtype)}) for dtype, value in finer.items()]
     for number, order in enumerate((paths, paths[::-1])):
         average_checkpoints(order, tmp_path / str(number))
         mean = weights(tmp_path / str(number))["model.w"]
-        assert mean.dtype == torch.float32 and mean.tolist() == [1.0, 1.5]
+        assert mean.dtype == torch.float32 and mean.tolist() == pytest.approx([1.0005, 1.5], rel=1e-7)
+
+
+def test_numbers_of_64_bits_have_a_mean_of_64_bits(tmp_path):
+    values = ([1e300, 1.0], [3e300, 1.0 + 1e-12])
+    paths = [checkpoint(tmp_path / str(n), {"w": torch.tensor(value, dtype=torch.float64)}) for n, value in enumerate(values)]
+    average_checkpoints(paths, tmp_path / "mean")
+    assert weights(tmp_path / "mean")["model.w"].tolist() == pytest.approx([2e300, 1.0 + 5e-13], rel=1e-15)
 
 
 # ---- what can be done with it -----------------------------------------------------------------------------------------
@@ -154,7 +161,10 @@ def test_numbers_of_checkpoints_and_shares_that_make_no_mean_are_refused(run, tm
     assert "one checkpoint has no mean; name several" in refusal(capsys, run, *output)
     assert f"{run}: has 3 checkpoints, not the 4 of --last=4" in refusal(capsys, run, "--last", 4, *output)
     assert "--last=2 is for one run, and 2 paths are given" in refusal(capsys, run, run, "--last", 2, *output)
-    assert f"{paths[2]} is named twice" in refusal(capsys, run, paths[2], *output)
+    assert f"{paths[2]} is named twice; give" in refusal(capsys, run, paths[2], *output)
+    copy = shutil.copytree(paths[0], tmp_path / "copy")
+    assert f"{paths[0]} is named twice, also as {copy}; give it a larger share" in refusal(capsys, paths[0], copy, *output)
+    assert "a share of 1e-320 is nothing beside 1e+308" in refusal(capsys, *paths[:2], *output, "--shares", "1e-320", "1e308")
     assert "3 shares for 2 checkpoints" in refusal(capsys, *paths[:2], *output, "--shares", 1, 1, 1)
     for share in ("0", "-1", "nan", "inf"):
         assert f"a share of {float(share)}: " in refusal(capsys, *paths[:2], *output, "--shares", 1, share)
@@ -169,6 +179,9 @@ def test_nothing_is_left_where_a_file_is_damaged_or_the_output_exists(run, tmp_p
     taken.mkdir()
     (taken / "file").touch()
     assert f"{taken}: already exists" in refusal(capsys, run, "--last", 2, "--output", taken)
+    own = run / "checkpoints" / "step-00000099"
+    assert f"{own}: a run would take it for a checkpoint of its own" in refusal(capsys, run, "--last", 2, "--output", own)
+    assert f"{taken / 'file'}: File exists" in refusal(capsys, run, "--last", 2, "--output", taken / "file" / "mean")
     copy = shutil.copytree(run, tmp_path / "copy")
     payload = files.complete_checkpoints(copy / "checkpoints")[1] / "__0_0.distcp"
     content = bytearray(payload.read_bytes())
@@ -187,18 +200,56 @@ def test_other_models_tokenizers_and_numbers_are_refused_by_name(tmp_path, capsy
         "model.rope.theta is 10000.0 here and 5.0 there": checkpoint(tmp_path / "theta", tensors, other_model),
         "model.extra is not there with the same shape": checkpoint(tmp_path / "extra", tensors | {"extra": torch.ones(1)}),
         "model.w is not there with the same shape": checkpoint(tmp_path / "shape", tensors | {"w": torch.ones(3, 2)}),
-        "it is torch.int64, and not the same in all": checkpoint(tmp_path / "count", tensors | {"count": torch.tensor([8])}),
+        f"{tmp_path / 'one'}: model.count is torch.int64, and not the same in all checkpoints": checkpoint(tmp_path / "count", tensors | {"count": torch.tensor([8])}),
+        "model.count has no mean: it is torch.int64": checkpoint(tmp_path / "kind", tensors | {"count": torch.tensor([7.0])}),
+        "model.w has no mean: it is torch.complex64": checkpoint(tmp_path / "complex", tensors | {"w": torch.ones(2, 3, dtype=torch.complex64)}),
+        f"{tmp_path / 'inf'}: model.w holds numbers that are not finite": checkpoint(tmp_path / "inf", tensors | {"w": torch.full((2, 3), torch.inf)}),
         f"{tmp_path / 'nan'}: model.w holds numbers that are not finite": checkpoint(tmp_path / "nan", tensors | {"w": torch.full((2, 3), torch.nan)}),
     }
     for words, other in cases.items():
         assert words in refusal(capsys, one, other, "--output", tmp_path / "mean")
     assert refusal(capsys, one, tmp_path / "nan", "--output", tmp_path / "mean").startswith(f"error: {tmp_path / 'nan'}: model.w")
-    for n in (1, 2):
-        folder = tmp_path / f"tokens{n}"
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text(str(n))
-        state = json.loads((one / "state.json").read_text())
-        write_checkpoint(tmp_path / f"t{n}", {"model.w": torch.ones(n)[:1]}, state, {"tokenizer": folder}, ALONE)
-    error = refusal(capsys, tmp_path / "t1", tmp_path / "t2", "--output", tmp_path / "mean")
-    assert "tokenizer/tokenizer.json is another file; take checkpoints of one model and one tokenizer" in error
     assert not (tmp_path / "mean").exists()
+
+
+def test_other_tokenizers_are_refused_but_not_other_notes_on_one(tmp_path, capsys):
+    kinds = {
+        "one": {"tokenizer.json": "1", "tokenizer_config.json": "{}"},
+        "noted": {"tokenizer.json": "1", "tokenizer_config.json": '{"bos_token": "x"}'},
+        "other": {"tokenizer.json": "2"},
+        "pieces": {"tokenizer.model": "1"},
+        "added": {"tokenizer.json": "1", "added_tokens.json": "[]"},
+        "none": {},
+    }
+    for number, (name, texts) in enumerate(kinds.items()):
+        folder = tmp_path / f"tokens of {name}"
+        folder.mkdir()
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        state = {"step": 1, "samples": 1, "tokens": 1, "world_size": 1, "layout": "single", "model": dataclasses.asdict(MODEL)}
+        write_checkpoint(tmp_path / name, {"model.w": torch.full((1,), float(number))}, state, {"tokenizer": folder} if texts else {}, ALONE)
+    for name, said in (
+        ("other", "tokenizer/tokenizer.json is another file"),
+        ("pieces", "tokenizer/tokenizer.json is in one of them only"),
+        ("added", "tokenizer/added_tokens.json is in one of them only"),
+        ("none", "tokenizer/tokenizer.json is in one of them only"),
+    ):
+        for order in (("one", name), (name, "one")):
+            error = refusal(capsys, *(tmp_path / part for part in order), "--output", tmp_path / "mean")
+            assert f"{said}; take checkpoints of one model and one tokenizer" in error
+    assert averaging(tmp_path / "one", tmp_path / "noted", "--output", tmp_path / "mean") == 0
+    assert (tmp_path / "mean" / "tokenizer" / "tokenizer_config.json").read_text() == '{"bos_token": "x"}'  # of the last one
+
+
+def test_only_what_was_verified_is_copied(tmp_path):
+    folder = tmp_path / "tokens"
+    (folder / "merges").mkdir(parents=True)
+    (folder / "merges" / "en.txt").write_text("a b")
+    state = {"step": 1, "samples": 1, "tokens": 1, "world_size": 1, "layout": "single", "model": dataclasses.asdict(MODEL)}
+    for n in range(2):
+        write_checkpoint(tmp_path / str(n), {"model.w": torch.full((1,), float(n))}, state, {"tokenizer": folder, "note.txt": "text"}, ALONE)
+    (tmp_path / "1" / "tokenizer" / "foreign.json").write_text("{}")
+    average_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "mean")
+    files.verify(tmp_path / "mean")
+    found = {str(path.relative_to(tmp_path / "mean")) for path in (tmp_path / "mean").rglob("*") if path.is_file()}
+    assert found - {"__0_0.distcp", ".metadata", "state.json", "manifest.json"} == {"tokenizer/merges/en.txt", "note.txt"}

@@ -211,6 +211,43 @@ def test_a_payload_lies_in_its_checkpoint(run, file):
         read_metadata(newest(run))
 
 
+@pytest.mark.parametrize(("spoil", "said"), [
+    (lambda metadata: setattr(metadata, "storage_data", [1]), "it has no table of places"),
+    (lambda metadata: setattr(next(iter(metadata.state_dict_metadata.values())), "properties", None), "has no number format"),
+    (lambda metadata: setattr(next(iter(metadata.state_dict_metadata.values())).properties, "dtype", "fp32"), "has no number format"),
+    (lambda metadata: metadata.state_dict_metadata.update({7: next(iter(metadata.state_dict_metadata.values()))}), "item 7 is not a tensor"),
+])  # fmt: skip
+def test_a_table_of_contents_of_other_things_is_refused(run, spoil, said):
+    """Each ended a tool in a traceback."""
+    metadata = read_metadata(newest(run))
+    spoil(metadata)
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"\.metadata: refused: .*{said}"):
+        read_metadata(newest(run))
+
+
+def test_tensors_in_a_file_that_the_manifest_does_not_list_are_not_read(run, capsys):
+    """Nothing would have proven them: verification goes by the manifest."""
+    manifest = json.loads((newest(run) / "manifest.json").read_text())
+    del manifest["files"]["__0_0.distcp"]
+    (newest(run) / "manifest.json").write_text(json.dumps(manifest))
+    files.verify(newest(run))
+    with pytest.raises(CheckpointError, match=r"its tensors lie in __0_0\.distcp, which its manifest does not list"):
+        Payload(newest(run)).names()
+    assert tool("verify_checkpoint").main([str(newest(run))]) == 1
+    assert capsys.readouterr().out.startswith("damaged  ")
+
+
+@pytest.mark.parametrize("config", ["{", 4, "[" * 100_000])
+def test_a_model_of_transformers_with_no_configuration_is_an_error_in_one_line(run, config, tmp_path, capsys):
+    rewrite_state(newest(run), lambda state: state["model"].update(hf_config=config))
+    with pytest.raises(CheckpointError, match="`model` is not one of this version of the program"):
+        files.model_of(newest(run), files.load_state(newest(run)))
+    others = files.complete_checkpoints(run / "checkpoints")
+    assert tool("average_checkpoints").main([str(others[0]), str(newest(run)), "--output", str(tmp_path / "mean")]) == 1
+    assert "`model` is not one of this version of the program" in capsys.readouterr().err
+
+
 def test_pieces_that_do_not_cover_a_tensor_are_refused(run):
     """The rest of the tensor would have kept whatever was in memory."""
     metadata = read_metadata(newest(run))

@@ -76,14 +76,14 @@ def test_an_import_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_
     assert max(theirs.most, ours.most) == 4 * 257 * 32 < ours.total / 5
 
 
-def test_a_mean_holds_two_checkpoints_tensors_of_one_name_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
+def test_a_mean_holds_one_tensor_of_one_checkpoint_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
     model = dataclasses.replace(SMALL, layers=6)
     paths = [write(tmp_path / str(n), byte_tokenizer, model) for n in range(4)]
     tensors = Payload(paths[0]).whole("model.").values()
     alive = Alive(monkeypatch, Payload, "read")
     done = average_checkpoints(paths, tmp_path / "mean")
     assert alive.total == 4 * 4 * done.parameters
-    assert alive.most == 2 * max(t.nbytes for t in tensors) < alive.total / 15
+    assert alive.most == max(t.nbytes for t in tensors) < alive.total / 30
 
 
 def test_an_imported_tensor_lies_in_pieces_of_rows_that_are_read_one_by_one(byte_tokenizer, tmp_path, monkeypatch):

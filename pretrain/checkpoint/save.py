@@ -83,7 +83,7 @@ class Saving:
         self.hashes: dict[str, dict[str, Any]] = {}
         self.problem: CheckpointError | None = CheckpointError("its files were not written to the end")
         self.thread: threading.Thread | None = None
-        self.copies: HostCopies | None = None
+        self.host_copies: HostCopies | None = None
 
     def begin(self) -> None:
         """Make the folder, and agree on who writes what."""
@@ -120,7 +120,7 @@ class Saving:
 
     def hold(self, copies: HostCopies) -> None:
         """Copy what this rank writes to the host's memory."""
-        self.copies = copies
+        self.host_copies = copies
         # torch would otherwise write what is on the host by a stream of the GPU, and wait for all that training has queued there.
         self.writer.per_thread_copy_ahead = 0
         self.planner.held = copies.take({item.index: self.planner.resolve_data(item).detach() for item in self.plan.items})
@@ -144,8 +144,8 @@ class Saving:
     def write(self) -> None:
         """Write, hash and flush this rank's files. What goes wrong is raised by `finish`, on all ranks together."""
         try:
-            if self.copies is not None:
-                self.copies.wait()
+            if self.host_copies is not None:
+                self.host_copies.wait()
             done = self.writer.write_data(self.plan, self.planner)
             done.wait()
             self.results = done.value()

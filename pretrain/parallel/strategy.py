@@ -114,7 +114,7 @@ class Strategy:
         """What this rank trains and saves, by the names of the whole network."""
         scales = initial_scales(network, self.config.optim.base_width)
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
-        self.copies = WeightCopies(network, DTYPES[self.config.precision.compute]) if self.keeps_casts else None
+        self.weight_copies = WeightCopies(network, DTYPES[self.config.precision.compute]) if self.keeps_casts else None
         if self.records_micro_steps:
             self._compute = RecordedMicroStep(self._compute, network, self.mesh.device)
 
@@ -136,7 +136,7 @@ class Strategy:
             inputs = partial(self._inputs, batch)
             losses = self.pipeline_axis.forward_backward(self._call, micro_steps, inputs, self._backward, target_tokens)
         else:
-            with nullcontext() if self.copies is None else self.copies.in_use():
+            with nullcontext() if self.weight_copies is None else self.weight_copies.in_use():
                 losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         self.data_axes.finish_step()
         if self.tensor_axis is not None:

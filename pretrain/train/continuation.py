@@ -69,32 +69,38 @@ class Continuation:
         plan: Plan,
         ranks: Ranks,
         directory: RunDirectory,
-        origin: StartingPoint,
+        starting_point: StartingPoint,
         model: nn.Module,
         optimizer: OptimizerSet,
         replicas: DeviceMesh | None = None,
     ) -> None:
-        self.plan, self.ranks, self.directory, self.origin, self.replicas = plan, ranks, directory, origin, replicas
+        self.plan, self.ranks, self.directory, self.starting_point, self.replicas = (
+            plan,
+            ranks,
+            directory,
+            starting_point,
+            replicas,
+        )
         self.model, self.optimizer = model, optimizer
-        self.last = origin.resumed and origin.resumed.path
+        self.last = starting_point.resumed and starting_point.resumed.path
         self.saved_at = self._started = time.monotonic()
-        self.copies, self._agreed = HostCopies(), AgreedPlan()
+        self.host_copies, self._agreed = HostCopies(), AgreedPlan()
         self._saving: Saving | None = None
         self._removal: threading.Thread | None = None
         self._retire: Callable[..., threading.Thread] | None = None
         self._held_up = ""
-        source = origin.resumed or origin.weights
-        self._saved_step = origin.step if origin.own else None
+        source = starting_point.resumed or starting_point.weights
+        self._saved_step = starting_point.step if starting_point.own else None
         self._parent = _identify(source.path, source.state["step"], source.manifest) if source else None
-        self._timeline = [*(origin.resumed.state.get("timeline", []) if origin.resumed else []), self._start()]
+        self._timeline = [*(starting_point.resumed.state.get("timeline", []) if starting_point.resumed else []), self._start()]
         self._uploads: Uploads | None = None
         if (stored := stored_run(plan.config)) is not None and ranks.is_main:
             self._uploads = Uploads(stored, directory.path, plan.config.checkpoint, self._timeline[-1]["start"])
 
     def _start(self) -> dict[str, Any]:
         """This start's entry in the time line. A checkpoint that has it descends from this start."""
-        back = {"back": True} if self.origin.resumed and self.origin.resumed.back else {}
-        return {"from": self.origin.step, "start": uuid.uuid4().hex[:12], **back}
+        back = {"back": True} if self.starting_point.resumed and self.starting_point.resumed.back else {}
+        return {"from": self.starting_point.step, "start": uuid.uuid4().hex[:12], **back}
 
     def came_through(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is of the time line that this start continues. Taken for granted where its state does not say."""
@@ -107,7 +113,7 @@ class Continuation:
 
     def has(self, step: int) -> bool:
         """Whether there is nothing to save after a step: it is saved, or this start began with it."""
-        return step in (self._saved_step, self.origin.step)
+        return step in (self._saved_step, self.starting_point.step)
 
     def begin_save(self, progress: Progress) -> None:
         """Begin to save the whole state, unless this step is saved already. `finish_save` has to follow.
@@ -130,7 +136,7 @@ class Continuation:
             with self._explained(progress.step):
                 saving.begin()
                 if self.plan.config.checkpoint.asynchronous:
-                    saving.hold(self.copies)
+                    saving.hold(self.host_copies)
                     saving.write_beside()
                     self._held_up = f", which held training up for {duration(time.monotonic() - started)}"
                 else:
@@ -143,7 +149,7 @@ class Continuation:
         with self.optimizer.model():
             yield
             if self.optimizer.model_is_mean:
-                self.copies.hold_back()  # what is copied must not change places before that
+                self.host_copies.hold_back()  # what is copied must not change places before that
 
     @property
     def is_writing(self) -> bool:
@@ -171,14 +177,14 @@ class Continuation:
 
         def take_over() -> None:
             if self.ranks.is_main:
-                stored.take_over(self._timeline[-1]["start"], self._timeline, self.origin.step)
+                stored.take_over(self._timeline[-1]["start"], self._timeline, self.starting_point.step)
 
         name = "start of uploads"
         self.ranks.attempt(name, lambda: while_alive(name, take_over, self.ranks), CheckpointError)
 
     def begin_uploads(self) -> None:
         """Copy what the object store does not have, beside the training."""
-        if self._uploads is not None and self.origin.own:
+        if self._uploads is not None and self.starting_point.own:
             self._uploads.offer(self.last)
 
     def finish_uploads(self) -> None:
@@ -282,7 +288,7 @@ class Continuation:
 
     def restore(self) -> Progress:
         """Read the starting point of the run into model, optimizer and generators."""
-        resumed, weights = self.origin.resumed, self.origin.weights
+        resumed, weights = self.starting_point.resumed, self.starting_point.weights
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
         said = ""
@@ -302,9 +308,9 @@ class Continuation:
     def settle(self) -> None:
         """Set aside the checkpoints that this start leaves behind. Call it when nothing can refuse the start any more."""
         if self.ranks.is_main:
-            for line in self.origin.resumed.set_aside() if self.origin.resumed else []:
+            for line in self.starting_point.resumed.set_aside() if self.starting_point.resumed else []:
                 log.warning("%s", line)
-            self.directory.newest = self.last.name if self.origin.own else None
+            self.directory.newest = self.last.name if self.starting_point.own else None
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> Progress:
         payload = Payload(checkpoint)
@@ -335,7 +341,7 @@ class Continuation:
                     step,
                 )
         # Earlier versions of this program did not count skipped steps or seconds. Those of another run do not count here.
-        useful = state.get("useful_seconds", 0.0) if self.origin.own else 0.0
+        useful = state.get("useful_seconds", 0.0) if self.starting_point.own else 0.0
         return Progress(
             **{name: state[name] for name in ("step", "samples", "tokens")},
             skipped=state.get("skipped", 0),

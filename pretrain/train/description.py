@@ -20,12 +20,12 @@ from pretrain.train.run_directory import directory_of
 from pretrain.train.starting_point import StartingPoint
 
 
-def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
+def describe(plan: Plan, world_size: int, starting_point: StartingPoint) -> list[str]:
     """The run in a few lines. Earlier starts may have read their samples in steps of another size."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     sizes = f" of {batch.tokens or batch.sequences * config.data.sequence_length} tokens"
-    samples = plan.data.samples_after(origin.samples, config.run.steps - origin.step)
+    samples = plan.data.samples_after(starting_point.samples, config.run.steps - starting_point.step)
     ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
     if batch.ramp:
         sizes = f", {samples * config.data.sequence_length:,} tokens"

@@ -152,11 +152,11 @@ def measure_rank(config: Config, layout: Layout, ranks: Ranks) -> RankMemory:
     strategy, network = _placed(config, layout, ranks)
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     weights = sum(local(parameter).nbytes for parameter in network.parameters())
-    copies = 0 if strategy.copies is None else strategy.copies.bytes
+    copies = 0 if strategy.weight_copies is None else strategy.weight_copies.bytes
     moments = _bytes_of_moments(network, config)
     step = _Step(config, _micro_steps(config, layout))
     strategy.forward_backward(_Step(config, stages_of(config.parallel) if layout.pipeline > 1 else 1), 1)
-    known = [*network.parameters(), *(strategy.copies.copies.values() if copies else ())]
+    known = [*network.parameters(), *(strategy.weight_copies.copies.values() if copies else ())]
     all_gradients = sum(local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None)
     if are_views := _are_views(config, layout):
         known += [parameter.grad for parameter in parameters if parameter.grad is not None]

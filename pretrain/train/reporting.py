@@ -63,7 +63,7 @@ class Reporting:
             self.directory.writer = self.writer
             self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, config, step, self.writer)
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
-            if continuation.origin.own and progress.record:
+            if continuation.starting_point.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
                 self.drain()  # it is read below
         history = known_records(path, step) if is_main and self.extensions.callbacks else []

@@ -67,8 +67,8 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
         _check_the_rest(config, world_size, device, problem, is_first=rank == 0)
         raise
     if rank == 0:
-        origin, intentions = _check_directory(plan)
-        print("\n".join([*describe(plan, world_size, origin), *describe_other_devices(plan, device), *intentions]))
+        starting_point, intentions = _check_directory(plan)
+        print("\n".join([*describe(plan, world_size, starting_point), *describe_other_devices(plan, device), *intentions]))
         if explain:
             print("\n".join(explain_ranks(plan.layout, plan.config, costs_of_layers(plan))))
         _check_export(plan)
@@ -95,20 +95,20 @@ def _check_directory(plan: Plan) -> tuple[StartingPoint, list[str]]:
         return StartingPoint(), [
             f"would download {lacking[0].folder} from {stored.shown}, and resume from it if it is intact and of this run"
         ]
-    origin = find_starting_point(plan, directory, Ranks(0, 0, 1, torch.device("cpu")), content=False)
-    return origin, _intentions(plan, origin)
+    starting_point = find_starting_point(plan, directory, Ranks(0, 0, 1, torch.device("cpu")), content=False)
+    return starting_point, _intentions(plan, starting_point)
 
 
-def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
-    if origin.resumed is None:
-        weights = f" with the weights of {origin.weights.path}" if origin.weights else ""
-        return [f"would start at step 0{weights}", *origin.lines]
-    aside = [f"would set aside {path}" for path in (*origin.resumed.damaged, *origin.resumed.abandoned)]
-    left = "" if origin.step < plan.config.run.steps else ", with no step left to train"
+def _intentions(plan: Plan, starting_point: StartingPoint) -> list[str]:
+    if starting_point.resumed is None:
+        weights = f" with the weights of {starting_point.weights.path}" if starting_point.weights else ""
+        return [f"would start at step 0{weights}", *starting_point.lines]
+    aside = [f"would set aside {path}" for path in (*starting_point.resumed.damaged, *starting_point.resumed.abandoned)]
+    left = "" if starting_point.step < plan.config.run.steps else ", with no step left to train"
     return [
-        f"would resume from step {origin.step} of {origin.resumed.path}{left} (sizes of its files verified, not their content)",
+        f"would resume from step {starting_point.step} of {starting_point.resumed.path}{left} (sizes of its files verified, not their content)",
         *aside,
-        *origin.lines,
+        *starting_point.lines,
     ]
 
 
@@ -196,21 +196,21 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         verify_everywhere(plan.data.holdings, False, ranks)  # before a directory is made for a run that cannot start
         _claim(directory, ranks)
         ranks.tell_of_ranks(rank_file.put)
-        origin = _fetch_and_find(plan, directory, ranks)
+        starting_point = _fetch_and_find(plan, directory, ranks)
         place = surroundings(ranks)
         if ranks.is_main:
             lines = [
-                *describe(plan, ranks.world_size, origin),
+                *describe(plan, ranks.world_size, starting_point),
                 *describe_surroundings(place),
                 f"attention {describe_attention(plan.config, ranks.device)}",
                 *describe_threads(ranks, plan.config.run.affinity),
             ]
-            for line in [*lines, *origin.lines]:
+            for line in [*lines, *starting_point.lines]:
                 log.info(line)
         _hash_data(plan, ranks)
         what = "construction of the model"
         with ranks.part(what, device=True), explaining_memory(f"the {what}", plan, directory, ranks.rank):
-            trainer = Trainer(plan, ranks, directory, origin, extensions)
+            trainer = Trainer(plan, ranks, directory, starting_point, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         _begin(directory, plan, ranks, trainer, place)
         # Until the process ends: a second notice from the scheduler must not end a rank that reports success.

@@ -133,9 +133,9 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
 
     lines = ranks.on_main("comparison with a checkpoint", judge, CheckpointError)
     own = resumed is not None and resumed.path.parent == directory.checkpoints
-    origin = StartingPoint(resumed, weights, own, tuple(lines))
-    plan.data.check_suffices(origin.step, origin.samples)
-    return origin
+    starting_point = StartingPoint(resumed, weights, own, tuple(lines))
+    plan.data.check_suffices(starting_point.step, starting_point.samples)
+    return starting_point
 
 
 def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:

@@ -48,15 +48,20 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run from its plan: it builds everything, continues from its origin, and trains."""
+    """A run from its plan: it builds everything, continues from its starting point, and trains."""
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint, extensions: Extensions = NO_EXTENSIONS
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        directory: RunDirectory,
+        starting_point: StartingPoint,
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.plan, self.ranks, self.directory, self.extensions = plan, ranks, directory, extensions
         self.config = plan.config
         self._build()
-        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, self.mesh.replicas)
+        self.continuation = Continuation(plan, ranks, directory, starting_point, self.model, self.optimizer, self.mesh.replicas)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(self.mesh.data_rank, self.mesh.data_size, pin=ranks.device.type == "cuda")
@@ -129,7 +134,7 @@ class Trainer:
             # A device that computes wrongly may be alone with its norm. All ranks refuse the step, or none.
             grad_norm = torch.where((spoilt[0] > 0) & torch.isfinite(grad_norm), math.nan, grad_norm)
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
-        self.continuation.copies.hold_back()
+        self.continuation.host_copies.hold_back()
         with self.ranks.part(f"optimizer of step {number}", device=True, exchanges=True):
             self.optimizer.step(rate, taken, number)
         with self.ranks.part(f"statistics of layers in step {number}", device=True, exchanges=True):
@@ -319,7 +324,7 @@ class Trainer:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Exchange weights and their running means. A save that was begun copies them first."""
-        self.continuation.copies.hold_back()
+        self.continuation.host_copies.hold_back()
         with self.optimizer.averaged():
             yield
 

@@ -144,21 +144,21 @@ def _states(moves: Tensor, adds: Tensor, state: Tensor | None) -> tuple[Tensor, 
 @torch.library.custom_op("pretrain::chunk_states", mutates_args=())
 def _chunk_states(moves_HNGG: Tensor, adds_HNGV: Tensor, state_HGV: Tensor) -> tuple[Tensor, Tensor]:
     """`_states` of H heads, as one operator: a compiler would write the loop out, and needs minutes for a long sequence."""
-    states_HNGV, state_HGV = torch.empty_like(adds_HNGV), state_HGV.clone()
-    for n in range(adds_HNGV.shape[1]):
-        states_HNGV[:, n] = state_HGV
-        state_HGV = torch.baddbmm(adds_HNGV[:, n], moves_HNGG[:, n], state_HGV)
-    return states_HNGV, state_HGV
+    states_HNGV = torch.empty_like(adds_HNGV)
+    states_HNGV[:, 0] = state_HGV
+    for n in range(adds_HNGV.shape[1] - 1):
+        torch.baddbmm(adds_HNGV[:, n], moves_HNGG[:, n], states_HNGV[:, n], out=states_HNGV[:, n + 1])
+    return states_HNGV, torch.baddbmm(adds_HNGV[:, -1], moves_HNGG[:, -1], states_HNGV[:, -1])
 
 
 @torch.library.custom_op("pretrain::chunk_states_backward", mutates_args=())
 def _chunk_states_backward(g_states_HNGV: Tensor, g_HGV: Tensor, moves_HNGG: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of S after each chunk, and of S before the first one."""
-    after_HNGV, g_HGV = torch.empty_like(g_states_HNGV), g_HGV.clone()
-    for n in reversed(range(g_states_HNGV.shape[1])):
-        after_HNGV[:, n] = g_HGV
-        g_HGV = torch.baddbmm(g_states_HNGV[:, n], moves_HNGG[:, n].mT, g_HGV)
-    return after_HNGV, g_HGV
+    after_HNGV = torch.empty_like(g_states_HNGV)
+    after_HNGV[:, -1] = g_HGV
+    for n in reversed(range(1, g_states_HNGV.shape[1])):
+        torch.baddbmm(g_states_HNGV[:, n], moves_HNGG[:, n].mT, after_HNGV[:, n], out=after_HNGV[:, n - 1])
+    return after_HNGV, torch.baddbmm(g_states_HNGV[:, 0], moves_HNGG[:, 0].mT, after_HNGV[:, 0])
 
 
 @_chunk_states.register_fake

@@ -256,12 +256,12 @@ def test_importing_the_package_is_light_and_has_what_the_readme_imports():
 
 
 @pytest.mark.slow
-def test_the_blocks_of_data_and_checkpoints_run_as_they_stand(tmp_path):
-    # In a copy of the tree, so that what they write does not stay; launching.md's first run is what checkpoints.md converts.
+def test_the_blocks_of_data_and_exports_run_as_they_stand(tmp_path):
+    # In a copy of the tree, so that what they write does not stay; launching.md's first run is what exports.md converts.
     for name in ("pretrain", "tools", "configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     launching = blocks(ROOT / "docs" / "launching.md", "bash")
-    script = [*launching[:2], *blocks(ROOT / "docs" / "data.md", "bash"), *blocks(ROOT / "docs" / "checkpoints.md", "bash")]
+    script = [*launching[:2], *blocks(ROOT / "docs" / "data.md", "bash"), *blocks(ROOT / "docs" / "exports.md", "bash")[:1]]
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(script)], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -68,7 +68,7 @@ def average_checkpoints(checkpoints: Sequence[Path], output: Path, shares: Seque
     """
     files.refuse_as_output(output)
     shares = _parts_of_one(checkpoints, shares)
-    sources = [_Source(path) for path in checkpoints]
+    sources = [_Ingredient(path) for path in checkpoints]
     with ByteProgress("verifying the checkpoints", sum(source.bytes for source in sources)) as seen:
         for source in sources:
             files.verify(source.path, seen=seen.add)
@@ -104,7 +104,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _format_of_mean(name: str, sources: Sequence[_Source]) -> torch.dtype:
+def _format_of_mean(name: str, sources: Sequence[_Ingredient]) -> torch.dtype:
     """fp32, or fp64 where a checkpoint has it; whole numbers keep their format. Raises CheckpointError for formats without a mean."""
     formats = {source.payload.items[name].properties.dtype: source for source in sources}
     if all(dtype in _FLOATS for dtype in formats):
@@ -117,7 +117,7 @@ def _format_of_mean(name: str, sources: Sequence[_Source]) -> torch.dtype:
     return next(iter(formats))
 
 
-class _Source:
+class _Ingredient:
     """A checkpoint to be averaged: what its records say of it, and its payload."""
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +143,7 @@ class _Source:
         beside = [name for name in self.manifest if not name.endswith(".distcp")]
         return {name: self.path / name for name in sorted({*beside} - {files.METADATA, files.STATE})}
 
-    def refuse_other_than(self, other: _Source) -> None:
+    def refuse_other_than(self, other: _Ingredient) -> None:
         """Raise CheckpointError where the two hold different architectures, or ids that stand for other texts."""
         ours, theirs = (
             model_identity(dataclasses.asdict(files.model_of(source.path, source.state))) for source in (self, other)
@@ -158,7 +158,7 @@ class _Source:
             if ours.get(name) != theirs.get(name):
                 self._refuse(other, f"{name} is {'another file' if name in ours and name in theirs else 'in one of them only'}")
 
-    def _refuse(self, other: _Source, why: str) -> NoReturn:
+    def _refuse(self, other: _Ingredient, why: str) -> NoReturn:
         raise CheckpointError(
             f"{self.path} and {other.path} have no mean: {why}; take checkpoints of one model and one tokenizer"
         )
@@ -174,7 +174,7 @@ class _Mean:
     """The means of the tensors, one by one; holds the last one."""
 
     def __init__(
-        self, sources: Sequence[_Source], shares: Sequence[float], formats: dict[str, torch.dtype], done: ByteProgress
+        self, sources: Sequence[_Ingredient], shares: Sequence[float], formats: dict[str, torch.dtype], done: ByteProgress
     ) -> None:
         self.sources, self.shares, self.formats, self.done = sources, shares, formats, done
         self.current: dict[str, Tensor] = {}
@@ -199,27 +199,27 @@ class _Mean:
             self._add(total, source, name, share)
         return total
 
-    def _add(self, total: Tensor, source: _Source, name: str, share: float) -> None:
+    def _add(self, total: Tensor, source: _Ingredient, name: str, share: float) -> None:
         # A function of its own, so that nothing of one checkpoint is alive when the next is read.
         value = self._read(source, name)
         if not value.isfinite().all():
             raise CheckpointError(f"{source.path}: {name} holds numbers that are not finite; leave this checkpoint out")
         total.add_(value, alpha=share)
 
-    def _refuse_other(self, source: _Source, name: str, first: Tensor) -> None:
+    def _refuse_other(self, source: _Ingredient, name: str, first: Tensor) -> None:
         floats = first.is_floating_point()
         wide, value = torch.float64 if floats else first.dtype, self._read(source, name)
         if not torch.equal(value.to(wide), first.to(wide)):
             what = "holds numbers that are not finite" if floats else f"is {first.dtype}, and not the same in all checkpoints"
             raise CheckpointError(f"{self.sources[0].path}: {name} {what}; leave this checkpoint out")
 
-    def _read(self, source: _Source, name: str) -> Tensor:
+    def _read(self, source: _Ingredient, name: str) -> Tensor:
         [value] = source.payload.read([name]).values()
         self.done.add(value.nbytes)
         return value
 
 
-def _state(sources: Sequence[_Source], shares: Sequence[float]) -> dict[str, Any]:
+def _state(sources: Sequence[_Ingredient], shares: Sequence[float]) -> dict[str, Any]:
     """state.json of the mean: what it is a mean of, and otherwise what the last checkpoint says of its model and its data."""
     last = sources[-1].state
     averaged = [

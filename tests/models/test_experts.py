@@ -389,7 +389,7 @@ def test_blocks_of_multi_token_prediction_have_experts_that_are_counted_and_bala
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_that_are_whole_on_a_rank_keep_a_token_to_as_many_ranks_as_groups(ranks):
-    """With `parallel.expert`, each of `ranks` has as many neighbouring experts (docs/parallelism.md)."""
+    """With `parallel.expert`, each of `ranks` has as many neighbouring experts (docs/model_parallelism.md)."""
     config = model(layers=1, count=16, active=6, groups=4, active_groups=2)
     router = network(config).layers["0"].mlp.router
     chosen_BTK = router(torch.randn(3, 50, config.dim, generator=torch.Generator().manual_seed(1)), None)[0]

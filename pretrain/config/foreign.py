@@ -147,6 +147,7 @@ def to_markdown() -> str:
         [
             "## Names of other tools",
             "",
+            "[coming_from.md](coming_from.md) is for people who know nanoGPT, the Hugging Face Trainer, litgpt or torchtitan. "
             "A key of another tool is an error that says this:",
             "",
             "| there | here |",

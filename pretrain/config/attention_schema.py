@@ -143,6 +143,12 @@ class LinearAttentionConfig:
         "(arXiv 2411.12537).",
         when=LINEAR,
     )
+    norm_placement: Literal["same", "pre", "reordered", "sandwich", "post"] | None = key(
+        None, "`model.norm.placement` of the layers that have it; `same`, as by default: that of the others.", when=LINEAR
+    )
+    norm_eps: float | None = key(
+        None, "`model.norm_eps` of its heads' results; 0, as by default: that of the other norms.", ge=0, le=1, when=LINEAR
+    )
 
 
 @dataclass

@@ -23,6 +23,8 @@ _RATIO = "warmup is counted in steps or in tokens: set schedule.warmup_steps to 
 _DECAY = "cosine and linear fall until run.steps here; schedule.decay_steps is only the final decay of wsd. A cosine that ends before the run is a stage of schedule.name=piecewise"
 _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
+_INIT_FROM = "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)"
+_TRACKERS = "trackers have keys of their own: log.wandb.project, log.mlflow.experiment, log.trackio.project, log.tensorboard"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
 _RUN_DIR = "a run is kept in run.dir/run.name"
 
@@ -46,14 +48,17 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps", "training.steps", "train.steps"),
     _renamed("run.tokens"): ("total_tokens", "train_tokens", "num_tokens", "max_train_tokens", "training_tokens", "max_tokens"),
     _EPOCHS: ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
-    _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast"),
+    _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast", "mixed_precision_param"),
+    _renamed("precision.reduce"): ("mixed_precision_reduce", "reduce_dtype"),
     _FP16: ("fp16", "half"),
     "it is a callback here, given by a script that starts the run: EarlyStopping and KeepBest of docs/extending.md": (
         "early_stopping", "early_stopping_patience", "patience", "load_best_model_at_end", "metric_for_best_model", "save_best", "keep_best",
     ),
     "code of your own comes in by a script that starts the run: docs/extending.md": ("callbacks", "callback", "logger", "loggers"),
-    "trackers have keys of their own: log.wandb.project, log.mlflow.experiment, log.trackio.project, log.tensorboard": ("report_to", "log_with"),
-    _renamed("log.wandb.project"): ("wandb", "wandb_project", "use_wandb", "wandb_log"),
+    _TRACKERS: ("report_to", "log_with", "logger_name"),
+    _renamed("log.wandb.project"): ("wandb", "wandb_project", "use_wandb", "wandb_log", "enable_wandb"),
+    _renamed("log.tensorboard"): ("enable_tensorboard", "use_tensorboard"),
+    _renamed("log.profile"): ("profiling", "enable_profiling", "profiler"),
     _renamed("log.mlflow.experiment"): ("mlflow", "mlflow_experiment"),
     _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share", "lr_warmup_fraction"),
     _renamed("schedule.warmup_tokens"): ("num_warmup_tokens", "lr_warmup_tokens"),
@@ -124,15 +129,29 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("model.rope.theta"): ("rope_theta", "rotary_base"),
     "the name of a run is run.name, also in trackers": ("wandb_run_name", "run_name", "exp_name"),
     "prepared data is listed in data.sources; data.text.dataset is a Hugging Face dataset that the first start prepares": ("dataset", "dataset_name"),
-    "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)": ("init_from",),
-    _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir"),
-    _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),
+    _INIT_FROM: ("init_from", "initial_checkpoint_dir", "initial_load_path", "model_name_or_path", "pretrained_model_name_or_path"),
+    _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir", "dump_folder"),
+    "it is run.resume here: a checkpoint's directory; by itself a run continues from its newest": (
+        "resume_from_checkpoint", "resume_from", "load_checkpoint", "load_step",
+    ),
+    "checkpoints are always written: checkpoint.every_steps and checkpoint.every_seconds say when": ("checkpoint.enable", "enable_checkpoint", "save_strategy"),
+    _renamed("data.seed"): ("data_seed", "shuffle_seed", "dataloader_seed"),
+    _renamed("run.seed"): ("training.seed", "train.seed"),
+    "the launcher decides how many processes there are: torchrun --nnodes and --nproc-per-node, or Slurm (docs/launching.md)": (
+        "devices", "num_nodes", "nnodes", "num_processes", "gpus", "num_gpus", "world_size",
+    ),
+    "data is prepared with its tokenizer (tools/prepare_data.py --tokenizer), and a run takes it from there; text that a start prepares has data.text.tokenizer": (
+        "tokenizer_dir", "tokenizer_path", "tokenizer_name", "tokenizer_name_or_path", "hf_assets_path",
+    ),
+    "a trained model is scored by tools/evaluate.py (docs/evaluation.md)": ("eval_only", "do_eval", "do_predict"),
+    "validation has the batch of training: batch.micro_sequences": ("per_device_eval_batch_size", "eval_batch_size"),
+    "a rate that does not fall is schedule.name=constant": ("decay_lr",),
     _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval", "checkpoint.interval"),
     _renamed("checkpoint.keep_last"): ("save_total_limit", "keep_latest_k"),
     _renamed("checkpoint.asynchronous"): ("async_save", "async_checkpoint", "async_checkpointing", "async_mode"),
     "it is validation.sequences here: samples per validation source, not batches": ("eval_iters", "eval.max_iters", "validation.steps"),
     _renamed("validation.every_steps"): (
-        "eval_steps", "eval_interval", "eval_every", "val_check_interval", "eval.interval", "eval.every_steps", "validation.freq",
+        "eval_steps", "eval_interval", "eval_every", "val_check_interval", "eval.interval", "eval.every_steps", "validation.freq", "eval_strategy", "evaluation_strategy",
     ),
     _renamed("log.every_steps"): ("logging_steps", "log_interval", "log_every", "log_every_n_steps", "log_freq"),
 }  # fmt: skip
@@ -183,7 +202,8 @@ _VALUES = {
     "precision.compute": {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
-        **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
+        "bf16-true": "write bf16, and precision.master=bf16",
+        **dict.fromkeys(("float32", "32", "32-true"), "float32 is written fp32"),
         "fp8": "matrix products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
     },
     "parallel.strategy": {
@@ -208,3 +228,19 @@ def value_advice(key: str, value: object) -> str:
     """What a value that other tools take means for a key here, to be added to a message; empty for others."""
     advice = _VALUES.get(key, {}).get(str(value))
     return f"; {advice}" if advice else ""
+
+
+_SECTIONS = {
+    "run": "the name of a run is run.name",
+    "model": "a shape is a file of configs/models (include: it), and its kind is model.family",
+    "data": "prepared data is listed in data.sources: [{path: DIR}]",
+    "optim": "the optimizer is optim.name",
+    "schedule": "the schedule is schedule.name",
+    "parallel": "the layout is parallel.strategy",
+    "precision": "the format is precision.compute",
+}
+
+
+def section_advice(path: str) -> str:
+    """Which key of a section is meant by a word in the section's place, to be added to a message; empty for sections that have no such key."""
+    return f"; {_SECTIONS[path]}" if path in _SECTIONS else ""

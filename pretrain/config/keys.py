@@ -58,6 +58,8 @@ ADDED: dict[str, Any] = {
     "model.linear_attention.value_dim": 0,
     "model.linear_attention.kernel": 4,
     "model.linear_attention.negative_eigenvalues": False,
+    "model.linear_attention.norm_placement": "same",
+    "model.linear_attention.norm_eps": 0.0,
 }
 """Keys that complete models of earlier versions lack, and what those models have."""
 
@@ -162,7 +164,7 @@ def _unmet(path: str, wanted: Condition, keys: Mapping[str, SetKey], resolved: M
         is_set = any(part.value != part.default for part in parts)
         if is_set == (wanted == SET):
             return None
-        return f"without {path}; set it" if wanted == SET else f"with {path}; remove {path}"
+        return f"without {path}; set {path}" if wanted == SET else f"with {path}; remove {path}"
     derived = keys[path].default is None and path not in resolved
     value = resolved.get(path, keys[path].value)
     if derived or value == "auto" or is_met(wanted, value):

@@ -17,7 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.foreign import answer_to, value_advice
+from pretrain.config.foreign import answer_to, section_advice, value_advice
 from pretrain.config.keys import REMOVED, RENAMED, keys_of
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
@@ -190,12 +190,18 @@ def _section_advice(kind: type, value: Any, path: str) -> str:
         return ""
     if (written := re.match(r"(\w+)\s*[:=]\s*(\S.*)", value)) and written[1] in names_of(kind):
         return f"; YAML wants a space after a colon: {written[1]}: {written[2]}"
-    for name, hint in typing.get_type_hints(kind).items():
-        kinds = (hint, *typing.get_args(hint))
-        if str in kinds or any(value in _words(kind) for kind in kinds):
-            in_list = path.rpartition(".")[2].isdigit()
-            return f"; write {{{name}: {value}}}" if in_list else f"; the key for that is {path}.{name}"
-    return ""
+    hints = typing.get_type_hints(kind)
+    for name, hint in hints.items():
+        advice = value_advice(f"{path}.{name}", value)
+        if advice or any(value in _words(kind) for kind in (hint, *typing.get_args(hint))):
+            return f"; the key for that is {path}.{name}{advice}"
+    if advice := section_advice(path):
+        return advice
+    texts = [name for name, hint in hints.items() if hint in (str, str | None)]
+    if not texts:
+        return ""
+    in_list = path.rpartition(".")[2].isdigit()
+    return f"; write {{{texts[0]}: {value}}}" if in_list else f"; the key for that is {path}.{texts[0]}"
 
 
 def _items(value: Any) -> list[Any]:

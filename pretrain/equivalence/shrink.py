@@ -18,8 +18,9 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+from pretrain.models.layer_specs import LayerSpec, cycled, layer_specs
 from pretrain.models.positions import rotated_width
-from pretrain.models.shape import PATTERNS, LayerSpec, cycled, flat, layer_specs, with_values
+from pretrain.models.shape import PATTERNS, flat, with_values
 
 LENGTH, SEQUENCES, STEPS = 64, 16, 3
 HEAD_DIM, KEY_HEADS, EXPERTS, GROUPS = 8, 2, 8, 4

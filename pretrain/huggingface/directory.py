@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError, clipped
-from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
+from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, Place, SafetensorsFile
 from pretrain.models import build_network
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.family import INERT, Family
-from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry, Shape
+from pretrain.models.families.declare.weights import JOINED_BY_READERS, TRAINING_ONLY, Entry, Shape
 from pretrain.models.hf.hf_config import LARGEST_CONFIG
+from pretrain.models.layer_specs import cycled, has_windows
 from pretrain.models.positions import rotated_width
-from pretrain.models.shape import cycled, flat, has_windows
+from pretrain.models.shape import flat
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,20 @@ class WeightPlan:
     @property
     def parameters(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.ours.values())
+
+    def name_of(self, stored: str) -> str:
+        """The name in `theirs` of a tensor that a file may hold under this one."""
+        return self.family.other_name(stored, self.model) if self.family.other_name else stored
+
+    def misfit(self, found: Mapping[str, Shape]) -> str | None:
+        """A tensor of another shape than it has in `theirs`, if there is one. What readers join may be cut elsewhere."""
+        for line in self.entries:
+            are, should = [found[name] for name in line.theirs], [self.theirs[name] for name in line.theirs]
+            if line.layout is JOINED_BY_READERS:
+                are, should = ([_joined(shapes)] * len(shapes) for shapes in (are, should))
+            if name := next((name for name, own, other in zip(line.theirs, are, should) if own != other), None):
+                return name
+        return None
 
 
 def plan_weights(model: Model) -> WeightPlan:
@@ -86,6 +101,12 @@ def plan_weights(model: Model) -> WeightPlan:
             )
         theirs |= {name: tuple(t.shape) for name, t in zip(line.theirs, laid_out)}
     return WeightPlan(model, family, entries, ours, theirs, kept)
+
+
+def _joined(shapes: list[Shape]) -> Shape:
+    """The shape of these tensors one after the other along their first dimension; () where they cannot be joined."""
+    rests = {shape[1:] for shape in shapes}
+    return () if () in shapes or len(rests) > 1 else (sum(shape[0] for shape in shapes), *rests.pop())
 
 
 def least_numbers(model: Model) -> int:
@@ -181,7 +202,7 @@ class HfDirectory:
 
     def nbytes_of(self, line: Entry) -> int:
         """Bytes of the tensors of an entry."""
-        places = [self.files[name].places[self._stored(name)] for name in line.theirs]
+        places = [self._place(name) for name in line.theirs]
         return sum(place.end - place.start for place in places)
 
     def read(self, line: Entry) -> dict[str, Tensor]:
@@ -214,32 +235,37 @@ class HfDirectory:
             )
 
     def _rename(self) -> None:
-        """Older files, and those of base models, lack the prefix of the trunk's names; some hold tensors that the network does not have."""
-        family = self.plan.family
-        known = self.plan.theirs.keys()
-        if family.nested and any(name.startswith(family.nested) for name in self.files):
-            self.files = {
-                f"{family.prefix}{name.removeprefix(family.nested)}" if name.startswith(family.nested) else name: file
-                for name, file in self.files.items()
-            }
-        if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
-            copies = family.copies_of(self.model)
-            self.files = {
-                name if name in known or name in copies else f"{family.prefix}{name}": file for name, file in self.files.items()
-            }
-        left = sorted(name for name in self.files.keys() - known if family.dropped and family.dropped(name, self.model))
+        """Gives tensors the names of the weight map: files of base models and older ones lack a prefix. Leaves out those without a place."""
+        family, known = self.plan.family, self.plan.theirs.keys()
+        self.stored: dict[str, str] = {}
+        for stored, name in self._names(known | family.copies_of(self.model).keys()).items():
+            if name in self.stored:
+                raise CheckpointError(
+                    f"{self.directory}: {self.stored[name]} and {stored} are two tensors for one place, {name}"
+                )
+            self.stored[name] = stored
+        left = sorted(name for name in self.stored.keys() - known if family.dropped and family.dropped(name, self.model))
         if left:
             log.warning("%s: left out, as transformers does: %s (%d tensors)", self.directory, left[0], len(left))
-            self.files = {name: file for name, file in self.files.items() if name not in left}
+        self.files = {name: self.files[stored] for name, stored in self.stored.items() if name not in left}
 
-    def _stored(self, name: str) -> str:
-        """The name of a tensor in its file."""
-        family, places = self.plan.family, self.files[name].places
-        rest = name.removeprefix(family.prefix)
-        return next(stored for stored in (name, rest, f"{family.nested}{rest}") if stored in places)
+    def _names(self, without_prefix: Set[str]) -> dict[str, str]:
+        """By name in the files, the name in the weight map. `without_prefix`: names that need none."""
+        family, names = self.plan.family, dict(zip(self.files, self.files))
+        if family.nested:
+            for name in names:
+                if name.startswith(family.nested):
+                    names[name] = f"{family.prefix}{name.removeprefix(family.nested)}"
+        if family.prefix and not any(name.startswith(family.prefix) for name in names.values()):
+            names = {stored: name if name in without_prefix else f"{family.prefix}{name}" for stored, name in names.items()}
+        return {stored: self.plan.name_of(name) for stored, name in names.items()}
+
+    def _place(self, name: str) -> Place:
+        """Where the file of a tensor has it."""
+        return self.files[name].places[self.stored[name]]
 
     def _tensor(self, name: str) -> Tensor:
-        return self.files[name].read(self._stored(name))
+        return self.files[name].read(self.stored[name])
 
     def _drop_copies(self) -> None:
         """An embedding may be written several times, as a tied head above all. Where they differ, there is no telling which is meant."""
@@ -279,11 +305,13 @@ class HfDirectory:
 
     def _check_tensors(self) -> None:
         whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}
-        for name, shape in self.plan.theirs.items():
+        for name in self.plan.theirs:
             self._check_format(name, whole.get(name))
-            actual = self.files[name].places[self._stored(name)].shape
-            if actual != shape:
-                raise CheckpointError(f"{self.directory}: {name} has shape {list(actual)}, config.json says {list(shape)}")
+        found = {name: self._place(name).shape for name in self.plan.theirs}
+        if name := self.plan.misfit(found):
+            raise CheckpointError(
+                f"{self.directory}: {name} has shape {list(found[name])}, config.json says {list(self.plan.theirs[name])}"
+            )
 
     def _whole_numbers(self, line: Entry) -> torch.dtype | None:
         """The number format of an entry that is no weight, but a table of whole numbers."""
@@ -291,7 +319,7 @@ class HfDirectory:
         return dtype if dtype in WHOLE else None
 
     def _check_format(self, name: str, whole: torch.dtype | None = None) -> None:
-        code = self.files[name].places[self._stored(name)].code
+        code = self._place(name).code
         legal = list(DTYPES) if whole is None else [WHOLE[whole]]
         if code not in legal:
             raise CheckpointError(

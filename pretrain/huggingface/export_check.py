@@ -156,7 +156,7 @@ def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]
     from pretrain.huggingface.verification import check_expected
 
     plan, config = plan_weights(model), family_of(model.family).to_hf(model)
-    check_expected(config, plan.theirs)
+    check_expected(config, plan)
     with tempfile.TemporaryDirectory(prefix="export-check-") as folder:
         _, notes = write_description(Path(folder), model, tokenizer, added)
     found = f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {config['architectures'][0]} expects"

@@ -88,7 +88,7 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
     with _named(output), staged_directory(output) as writing:
         config, notes = write_description(writing, model, tokenizer, added, dtype)
         _carry_generation(checkpoint, writing)
-        check_expected(config, source.plan.theirs)
+        check_expected(config, source.plan)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(model, files.read_json(writing / "config.json"))
         compared = compare_logits(writing, model, source.plan.parameters, source.whole) if verify else None

@@ -24,7 +24,7 @@ from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.huggingface.directory import read_config
 from pretrain.models.families import family_of_hf
 from pretrain.models.families.declare.other_readers import WINDOWS, llama_cpp_problem
-from pretrain.models.shape import cycled, has_windows
+from pretrain.models.layer_specs import cycled, has_windows
 from pretrain.progress import ByteProgress
 from pretrain.storage import flush, refuse_existing
 

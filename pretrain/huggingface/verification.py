@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pretrain.checkpoint import files
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, UserError
+from pretrain.huggingface.directory import WeightPlan
 from pretrain.huggingface.safetensors_file import Spec, raw_bytes
 from pretrain.models import build_network
 from pretrain.models.families import family_of
@@ -72,20 +73,20 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
     return type(model).__name__, {n: tuple(t.shape) for n, t in revert_weight_conversion(model, state).items()}
 
 
-def check_expected(config: dict[str, Any], theirs: dict[str, tuple[int, ...]]) -> None:
+def check_expected(config: dict[str, Any], plan: WeightPlan) -> None:
     """Raise CheckpointError naming a tensor that transformers' class of this config.json lacks, misses, or has in another shape."""
     [architecture] = config["architectures"]
     name, expected = expected_by_transformers(config)
     if name != architecture:
         raise CheckpointError(f"config.json: architectures names {architecture}, and transformers makes a {name} of it")
-    for tensor in sorted(expected.keys() ^ theirs.keys()):
+    expected = {plan.name_of(tensor): shape for tensor, shape in expected.items()}
+    for tensor in sorted(expected.keys() ^ plan.theirs.keys()):
         problem = "is missing from the export" if tensor in expected else "is unknown to it"
         raise CheckpointError(f"transformers' {name}: {tensor} {problem}")
-    for tensor, shape in expected.items():
-        if shape != theirs[tensor]:
-            raise CheckpointError(
-                f"transformers' {name}: {tensor} has shape {list(shape)}, and the export has {list(theirs[tensor])}"
-            )
+    if tensor := plan.misfit(expected):
+        raise CheckpointError(
+            f"transformers' {name}: {tensor} has shape {list(expected[tensor])}, and the export has {list(plan.theirs[tensor])}"
+        )
 
 
 def read_back(directory: Path, shards: dict[str, list[Spec]], hashes: dict[str, str], seen: Callable[[int], object]) -> None:

@@ -11,15 +11,15 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.caches import LayerCache, RecurrentCache
 from pretrain.models.dropout import BlockDropout, drop
 from pretrain.models.experts import MixtureOfExperts, RouterReport
+from pretrain.models.layer_specs import LayerSpec
 from pretrain.models.layers import Mlp, make_norm
 from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.models.masks import Mask
 from pretrain.models.positions import Tables
-from pretrain.models.shape import LayerSpec
 
 
 class Block(nn.Module):
-    """One layer. The norms, by `norm.placement`, of a sublayer f:
+    """One layer. The norms, by the placement that its `spec` names, of a sublayer f:
 
     pre        x + f(norm(x))                 attention_norm, mlp_norm
     reordered  x + output_norm(f(x))          attention_output_norm, mlp_output_norm
@@ -32,9 +32,8 @@ class Block(nn.Module):
     def __init__(self, config: Model, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
-        placement = config.norm.placement
-        before, after = placement in ("pre", "sandwich"), placement != "pre"
-        self.post = placement == "post"
+        before, after = spec.placement in ("pre", "sandwich"), spec.placement != "pre"
+        self.post = spec.placement == "post"
         self.parallel = config.parallel_residual
         self.multiplier = config.residual_multiplier
         self.attention_norm = make_norm(config) if before else None

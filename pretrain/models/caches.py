@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pretrain.models.shape import LayerSpec
+from pretrain.models.layer_specs import LayerSpec
 
 
 class LayerCache:

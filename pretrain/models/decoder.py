@@ -21,6 +21,7 @@ from pretrain.models.block import Block
 from pretrain.models.caches import Cache
 from pretrain.models.dropout import Dropout, drop, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
+from pretrain.models.layer_specs import LayerSpec, layer_specs
 from pretrain.models.layers import Embedding, make_norm
 from pretrain.models.linear_attention import delta_rule_flops, initial_values
 from pretrain.models.loss import Losses, LossOptions
@@ -38,7 +39,7 @@ from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Initial, Unit
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables, rotary_tables
-from pretrain.models.shape import LayerSpec, head_widths, layer_specs
+from pretrain.models.shape import head_widths
 
 Inputs = dict[int | None, tuple[Tables | None, Mask | None]]
 """What layers get, by the kind of mask that they need (`LayerSpec.mask_kind`): rotary tables and mask."""

@@ -19,7 +19,7 @@ from pretrain.models.attention_ways import changing_shapes
 from pretrain.models.caches import Cache
 from pretrain.models.decoder import Decoder
 from pretrain.models.encoder_decoder import DecodingCache
-from pretrain.models.shape import layer_specs
+from pretrain.models.layer_specs import layer_specs
 
 
 def uncached_reason(model: nn.Module) -> str | None:

@@ -63,7 +63,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         sizes, dim = config.linear_attention, config.dim
-        self.sizes = _Sizes(sizes.key_dim, sizes.value_dim, 2.0 if sizes.negative_eigenvalues else 1.0, config.norm_eps)
+        eps = sizes.norm_eps or config.norm_eps
+        self.sizes = _Sizes(sizes.key_dim, sizes.value_dim, 2.0 if sizes.negative_eigenvalues else 1.0, eps)
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         self.query, self.key, self.value, self.gate = (Linear(dim, width) for width in (keys, keys, values, values))
         self.decay, self.rate = (Linear(dim, sizes.value_heads, steers=True) for _ in range(2))
@@ -71,7 +72,7 @@ class GatedDeltaNet(nn.Module):
             nn.Parameter(torch.empty(width, 1, sizes.kernel)) for width in (keys, keys, values)
         )
         self.log_decay_scale, self.decay_bias = (nn.Parameter(torch.empty(sizes.value_heads)) for _ in range(2))
-        self.output_norm = RMSNorm(sizes.value_dim, config.norm_eps)
+        self.output_norm = RMSNorm(sizes.value_dim, eps)
         self.output = Linear(values, dim)
 
     def forward(self, x_BTD: Tensor, begins_BT: Tensor | None = None, cache: RecurrentCache | None = None) -> Tensor:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from pretrain.conventions import IGNORED
 from pretrain.models.dropout import BlockDropout, Dropout
 from pretrain.models.experts import RouterReport
+from pretrain.models.layer_specs import LayerSpec
 from pretrain.models.layers import at_hand, project
 from pretrain.models.loss import Losses
 from pretrain.models.masks import Mask, document_numbers
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables
-from pretrain.models.shape import LayerSpec
 
 
 class MultiTokenDepth(nn.Module):

@@ -1,15 +1,15 @@
-"""Completion of a model section: defaults and derived keys are filled in, what cannot go together is refused, layers are specified."""
+"""Completion of a model section: defaults and derived keys are filled in, and what cannot go together is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, nearest_multiples
+from pretrain.models.layer_specs import cycled, layer_specs, shortest_period
 
 # Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
 PLAIN: dict[str, Any] = {
@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {
     "attention.sinks": False, "attention.output_gate": False,
     "linear_attention.pattern": [False], "linear_attention.key_heads": 0, "linear_attention.value_heads": 0, "linear_attention.key_dim": 0,
     "linear_attention.value_dim": 0, "linear_attention.kernel": 4, "linear_attention.negative_eigenvalues": False,
+    "linear_attention.norm_placement": "same", "linear_attention.norm_eps": 0.0,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
     "mlp.activation": "silu", "mlp.gated": True, "mlp.bias": False,
     "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.shared_gate": False, "experts.dense_layers": [],
@@ -176,6 +177,11 @@ def _check_linear(model: Model) -> None:
                 f"model.{name}={attrgetter(name)(model)} names only layers that model.linear_attention.pattern={sizes.pattern} gives linear attention; "
                 "change one of them"
             )
+    if "post" in (placements := {spec.placement for spec in layer_specs(model)}) and len(placements) > 1:
+        raise ConfigError(
+            f"model.linear_attention.norm_placement={sizes.norm_placement} with model.norm.placement={model.norm.placement}: post norms the residual "
+            "stream itself, in every layer or in none; choose others"
+        )
     if sizes.value_heads % sizes.key_heads:
         legal = nearest_multiples(sizes.value_heads, sizes.key_heads)
         raise ConfigError(
@@ -344,52 +350,3 @@ def query_scalar(model: Model) -> float:
 def start_token(model: Model, eod_id: int) -> int:
     """What a decoder with an encoder starts from. `eod_id`: the end-of-document token of its tokenizer."""
     return eod_id if model.encoder.decoder_start_id is None else model.encoder.decoder_start_id
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer is. A block holds its own, so that it is the same layer wherever it is run."""
-
-    mixer: Literal["attention", "latent", "gated_delta"]
-    window: int
-    """Positions that a position attends to, itself included; 0: all earlier ones."""
-    rope: bool
-    """Whether queries and keys are rotated."""
-    experts: bool
-    """Whether a mixture of experts is in place of the MLP."""
-
-    @property
-    def mask_kind(self) -> int | None:
-        """What decides its mask: the window, or None for linear attention, which needs to know where documents begin."""
-        return None if self.mixer == "gated_delta" else self.window
-
-
-def layer_specs(model: Model) -> list[LayerSpec]:
-    """The layers of a complete model, in order; of an encoder-decoder those of the decoder."""
-    windows = cycled(model.attention.window_pattern, model.layers)
-    rotated = cycled(model.rope.pattern, model.layers)
-    linear = cycled(model.linear_attention.pattern, model.layers)
-    return [
-        LayerSpec(
-            mixer="gated_delta" if linear[layer] else "latent" if model.latent.kv_rank else "attention",
-            window=model.attention.window if windows[layer] and not linear[layer] else 0,
-            rope=model.positions == "rope" and rotated[layer] and not linear[layer],
-            experts=model.experts.count > 0 and layer not in model.experts.dense_layers,
-        )
-        for layer in range(model.layers)
-    ]
-
-
-def has_windows(model: Model) -> list[bool]:
-    """By layer, whether it has the sliding window."""
-    return [layer.window > 0 for layer in layer_specs(model)]
-
-
-def cycled(pattern: list[Any], layers: int) -> list[Any]:
-    """A pattern repeated over so many layers."""
-    return [pattern[layer % len(pattern)] for layer in range(layers)]
-
-
-def shortest_period(values: list[Any]) -> list[Any]:
-    """The shortest list that gives `values` when it is repeated, its last repetition perhaps cut short."""
-    return next(values[:n] for n in range(1, len(values) + 1) if all(v == values[i % n] for i, v in enumerate(values)))

@@ -13,8 +13,9 @@ from pretrain.errors import ConfigError
 from pretrain.models.attention_ways import SHORT, ask_for_kernel, repeats_groups, way_of
 from pretrain.models.causal_blocks_fp32 import LONGEST, NARROW, SHORTEST
 from pretrain.models.families import family_of
+from pretrain.models.layer_specs import has_windows
 from pretrain.models.masks import attention_backend
-from pretrain.models.shape import has_windows, head_widths
+from pretrain.models.shape import head_widths
 from pretrain.train.resolve import needs_masks
 
 _SWITCHES = {

@@ -34,7 +34,7 @@ def notes(*overrides: str, resolved: dict[str, object] | None = None) -> list[st
     (["parallel={strategy: single, backend: gloo}"], "parallel.backend=gloo"),
     (["parallel={strategy: ddp, offload: true}"], "parallel.offload=true has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp"),
     (["parallel={strategy: ddp, reshard_after_forward: never}"], "or set parallel.reshard_after_forward=always"),
-    (["loss.predict_ahead_weight=0.5"], "without model.predict_ahead; set it, or set loss.predict_ahead_weight=0.3"),
+    (["loss.predict_ahead_weight=0.5"], "without model.predict_ahead; set model.predict_ahead, or set loss.predict_ahead_weight=0.3"),
     (["validation.translation.beam=4"], "without validation.translation.every_steps"),
     (["validation.sequences=3"], "without data.validation"),
     (["validation.every_steps=5"], "without data.validation"),

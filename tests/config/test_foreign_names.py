@@ -51,6 +51,18 @@ def test_accumulation_is_answered_with_how_it_is_derived():
 @pytest.mark.parametrize(
     ("written", "answer"),
     [
+        ("precision=bf16-mixed", "the key for that is precision.compute; bfloat16 is written bf16"),
+        ("precision=bf16-true", "the key for that is precision.compute; write bf16, and precision.master=bf16"),
+        ("optim=adamw_torch", "the key for that is optim.name; AdamW is written adamw"),
+        ("data=corpus", "prepared data is listed in data.sources: [{path: DIR}]"),
+        ("data.sources=[corpus]", "write {path: corpus}"),
+        ("run=mine", "the name of a run is run.name"),
+        ("checkpoint.load_step=5", "it is run.resume here"),
+        ("checkpoint.initial_load_path=x", "run.init_from is a checkpoint"),
+        ("data_seed=5", "it is data.seed here"),
+        ("training.seed=5", "it is run.seed here"),
+        ("num_nodes=2", "the launcher decides how many processes there are"),
+        ("metrics.enable_wandb=true", "it is log.wandb.project here"),
         ("per_device_train_batch_size=8", "batch.micro_sequences"),
         ("optim.learning_rate=1e-3", "it is optim.lr here"),
         ("max_steps=10", "it is run.steps here"),

@@ -19,7 +19,7 @@ from pretrain.equivalence.measured_run import Measured
 from pretrain.equivalence.shrink import shrunk
 from pretrain.equivalence.tables import verdict
 from pretrain.errors import ConfigError, TrainingError, UserError
-from pretrain.models.shape import layer_specs
+from pretrain.models.layer_specs import layer_specs
 from pretrain.parallel.legality import check_expert, check_tensor
 from pretrain.train.resolve import resolve
 

@@ -285,7 +285,7 @@ def test_a_number_format_computes_what_training_in_it_computes(run, tmp_path, dt
         assert len(generate(opened, [1, 2, 3], 8)) == 8
 
 
-@pytest.mark.parametrize("kind", ["mpt", "qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize("kind", ["mpt", "kimi_linear", "lfm2_moe"])
 def test_an_export_of_a_model_that_transformers_alone_knows_needs_no_flag(tmp_path, capsys, byte_tokenizer, kind):
     """M-D14, newcomer 6: a run of family hf could generate, and its export could not."""
     model = complete(Model(family="hf", hf_config=str(write_config(tmp_path / kind, kind))), 32)

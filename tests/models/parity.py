@@ -42,11 +42,19 @@ def translate(family: str, model: Model, theirs: dict[str, torch.Tensor]) -> dic
     return {name: tensor.clone() for name, tensor in ours.items()}
 
 
-def on_disk(theirs, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a transformers model by the names it saves them under, which for experts are not those in memory."""
+def on_disk(family: str, model: Model, theirs, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a transformers model as published files hold them. In memory, experts for instance have other names."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(theirs, dict(state))
+    return as_published(family, model, revert_weight_conversion(theirs, dict(state)))
+
+
+def as_published(family: str, model: Model, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that transformers has saved, as published files hold them: for few families, it is not the same."""
+    name_in_map = family_of(family).other_name or (lambda name, model: name)
+    tensors = {name_in_map(name, model): tensor for name, tensor in saved.items()}
+    of_family = getattr(importlib.import_module(f"family_cases.{family}"), "as_published", None)
+    return of_family(tensors, model) if of_family else tensors
 
 
 @functools.cache
@@ -67,7 +75,7 @@ def pair(family: str, name: str):
     for buffer in (b for n, b in theirs.named_buffers() if n in kept):  # the balancing biases of DeepSeek's routers
         buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     ours = build_network(model)
-    ours.load_state_dict(translate(family, model, on_disk(theirs, theirs.state_dict())), strict=True)
+    ours.load_state_dict(translate(family, model, on_disk(family, model, theirs, theirs.state_dict())), strict=True)
     return ours, theirs
 
 

@@ -15,8 +15,9 @@ from pretrain.models import build_network
 from pretrain.models.attention import LatentAttention
 from pretrain.models.caches import Cache
 from pretrain.models.families import complete
+from pretrain.models.layer_specs import layer_specs
 from pretrain.models.positions import rotary_tables
-from pretrain.models.shape import head_widths, layer_specs
+from pretrain.models.shape import head_widths
 from pretrain.parallel.initialise import initialise
 
 LATENT = Latent(kv_rank=10, query_rank=0, rope_dim=4, plain_dim=6, value_dim=14)

@@ -19,8 +19,8 @@ from pretrain.models import build_network
 from pretrain.models.caches import Cache, RecurrentCache
 from pretrain.models.delta_rule import CHUNK, _chunk_states, gated_delta_rule, short_convolution
 from pretrain.models.families import complete
+from pretrain.models.layer_specs import layer_specs
 from pretrain.models.linear_attention import GatedDeltaNet
-from pretrain.models.shape import layer_specs
 from pretrain.parallel.blocks import set_compute_format
 from pretrain.parallel.initialise import initialise
 
@@ -278,6 +278,10 @@ def test_layers_without_attention_are_not_rotated_and_have_no_window():
         (
             {"linear_attention": LinearAttentionConfig(pattern=[True, False], key_heads=2, value_heads=3)},
             "value_heads=3 is not divisible by model.linear_attention.key_heads=2",
+        ),
+        (
+            {"linear_attention": LinearAttentionConfig(pattern=[True, False], norm_placement="post")},
+            "norm_placement=post with model.norm.placement=pre: post norms the residual stream itself",
         ),
         ({"rope": Rope(pattern=[True, True, False])}, r"rope.pattern=\[True, True, False\] names only layers that .* linear attention"),
         ({"attention": AttentionConfig(window=8, window_pattern=[False, True, False])}, "attention.window_pattern=.* names only layers"),

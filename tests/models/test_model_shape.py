@@ -15,8 +15,9 @@ from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model, Norm
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of
+from pretrain.models.layer_specs import layer_specs
 from pretrain.models.positions import rotated_width
-from pretrain.models.shape import flat, layer_specs, with_values
+from pretrain.models.shape import flat, with_values
 
 
 def check(given: Model, complete: Model) -> None:

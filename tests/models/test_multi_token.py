@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
+from pretrain.models.layer_specs import LayerSpec
 from pretrain.models.loss import LossOptions
 from pretrain.models.multi_token import MultiTokenPrediction, targets_ahead
 from pretrain.models.output_head import OutputHead
-from pretrain.models.shape import LayerSpec
 
 VOCABULARY, DIM, DEPTHS, WEIGHT = 29, 8, 2, 0.3
 DOCUMENTS = [[5, 5, 5, 9, 9, 5, 5, 5, 5, 5], [1] * 10, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [2, 2, 2, 2, 2, 2, 2, -1, -1, -1]]
@@ -31,7 +31,7 @@ class Block(nn.Module):
         return x_BTD + torch.tanh(self.past(past_BTD) + self.now(x_BTD)), None
 
 
-SPEC = LayerSpec(mixer="attention", window=0, rope=False, experts=False)
+SPEC = LayerSpec(mixer="attention", placement="pre", window=0, rope=False, experts=False)
 
 
 class Trunk(nn.Module):

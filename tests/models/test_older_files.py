@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from parity import ALL, cases, pair
+from parity import ALL, as_published, cases, pair
 from safetensors.torch import load_file, save_file
 
 from pretrain.errors import CheckpointError, ConfigError
@@ -51,6 +51,33 @@ def test_a_text_model_is_read_under_the_names_it_has_within_a_model_of_images(tm
     model, weights = read_hf(tmp_path)
     assert model == ours.config
     assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())
+
+
+def test_two_tensors_for_one_place_are_refused(tmp_path):
+    _, theirs = pair("qwen3_5", "plain")
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.language_model.norm.weight": tensors["model.norm.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="are two tensors for one place, model.norm.weight"):
+        read_hf(tmp_path)
+
+
+def test_a_norm_and_filters_are_read_as_transformers_and_as_published_files_have_them(tmp_path):
+    """transformers saves one norm of OLMo Hybrid's attention under another name, and cuts the filters into equal parts."""
+    ours, theirs = pair("olmo_hybrid", "attention first")
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    published = as_published("olmo_hybrid", ours.config, saved)
+    norm, filters = "model.layers.0.post_attention_layernorm.weight", [f"model.layers.1.linear_attn.{n}_conv1d.weight" for n in "qkv"]
+    assert norm in published and norm not in saved
+    assert [len(saved[name]) for name in filters] != [len(published[name]) for name in filters]
+    for tensors in (saved, published):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        _, weights = read_hf(tmp_path)
+        assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())
+    save_file(published | {filters[0]: published[filters[0]][:-1].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{filters[0]} has shape .*, config.json says "):
+        read_hf(tmp_path)
 
 
 def test_a_model_of_images_is_refused_with_what_to_do(tmp_path):

@@ -54,9 +54,11 @@ OWN = {
     "latent attention, its weights dropped": Model(
         family="custom", **SMALL, attention_dropout=0.3, latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8)
     ),
-    "linear attention, gated attention, a window": Model(
-        family="custom", **SMALL | {"layers": 3}, kv_heads=2, attention=AttentionConfig(output_gate=True, window=9),
-        linear_attention=LinearAttentionConfig(pattern=[True, False, True], key_heads=4, value_heads=8, key_dim=5, value_dim=7),
+    "linear attention, normed before; gated attention, normed after, a window": Model(
+        family="custom", **SMALL | {"layers": 3}, kv_heads=2, attention=AttentionConfig(output_gate=True, window=9), norm=Norm(placement="reordered"),
+        linear_attention=LinearAttentionConfig(
+            pattern=[True, False, True], key_heads=4, value_heads=8, key_dim=5, value_dim=7, norm_placement="pre", norm_eps=1e-3
+        ),
     ),
     "linear attention and latent attention, experts, a token ahead": Model(
         family="custom", **SMALL, experts=EXPERTS, predict_ahead=1, dropout=0.2, mlp=MlpConfig(bias=True), norm=Norm(placement="sandwich"),

@@ -17,7 +17,7 @@ from pretrain.models.families.declare.common import (
 from pretrain.models.families.declare.family import Family
 from pretrain.models.families.declare.other_readers import WINDOWS, gemma_scores, scalings, switches
 from pretrain.models.families.declare.windows import whole, windows
-from pretrain.models.shape import has_windows
+from pretrain.models.layer_specs import has_windows
 
 _interval = whole("sliding_window_pattern", 6)
 

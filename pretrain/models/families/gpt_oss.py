@@ -18,7 +18,7 @@ from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import WINDOWS, scalings, switches
 from pretrain.models.families.declare.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
 from pretrain.models.families.declare.windows import windows
-from pretrain.models.shape import has_windows
+from pretrain.models.layer_specs import has_windows
 
 EXPERTS = f"{LAYER}.mlp.experts"
 

@@ -2,14 +2,14 @@
 
 from pretrain.models.families.declare.common import MLP
 from pretrain.models.families.declare.family import Family
-from pretrain.models.families.declare.hybrid import HYBRID, WEIGHTS_HYBRID, fields, refuse_no_linear_attention
+from pretrain.models.families.declare.hybrid import OF_QWEN3_5, PROJECTIONS, WEIGHTS_HYBRID, fields, refuse_no_linear_attention
 
 QWEN3_5 = Family(
     name="qwen3_5",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     fields=fields(kv_heads=4),
-    weights=WEIGHTS_HYBRID + MLP,
+    weights=WEIGHTS_HYBRID + PROJECTIONS + MLP,
     refuse=refuse_no_linear_attention,
-    **HYBRID,
+    **OF_QWEN3_5,
 )

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import TRAINING, WEIGHTS, eps, needs_experts, projections, sizes, stacked, tied
+from pretrain.errors import ConfigError
+from pretrain.models.families.declare.common import (
+    DENSE_LAYERS,
+    TRAINING,
+    WEIGHTS,
+    eps,
+    needs_experts,
+    projections,
+    sizes,
+    stacked,
+    tied,
+)
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import one_of, scalings, switches
-
-
-def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
-    """Two fields say together which layers have an MLP."""
-    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or step < 1 or not isinstance(listed, list):
-        raise ConfigError(
-            f"config.json: decoder_sparse_step={shown(step)} with mlp_only_layers={shown(listed)} is not supported"
-        )
-    return [i for i in range(config["num_hidden_layers"]) if i in listed or (i + 1) % step]
 
 
 def _count(value: Any, config: dict[str, Any]) -> Any:
@@ -39,8 +39,7 @@ QWEN3_MOE = Family(
         Field("experts.active", "num_experts_per_tok", 8),
         Field("experts.ffn_dim", "moe_intermediate_size", 768),
         Field("experts.normalise", "norm_topk_prob", False),
-        Field("experts.dense_layers", "mlp_only_layers", None, back=_dense_layers),
-        Field("experts.dense_layers", "decoder_sparse_step", 1, lambda layers, model: 1, _dense_layers),
+        *DENSE_LAYERS,
     ),
     weights=WEIGHTS + stacked(),
     fixed={"norm.qk": "head"},

@@ -7,7 +7,7 @@ from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import scalings, switches
 from pretrain.models.families.declare.windows import whole, windows
-from pretrain.models.shape import cycled
+from pretrain.models.layer_specs import cycled
 
 _interval = whole("no_rope_layer_interval", 4)
 

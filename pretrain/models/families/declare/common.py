@@ -251,6 +251,23 @@ def needs_experts(model: Model) -> str | None:
     return None if model.experts.count else "model.experts.count=0 has no experts"
 
 
+def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
+    """Two fields say together which layers have an MLP."""
+    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or step < 1 or not isinstance(listed, list):
+        raise ConfigError(
+            f"config.json: decoder_sparse_step={shown(step)} with mlp_only_layers={shown(listed)} is not supported"
+        )
+    return [i for i in range(config["num_hidden_layers"]) if i in listed or (i + 1) % step]
+
+
+# Which layers have an MLP in place of experts, as Qwen's families say it.
+DENSE_LAYERS = (
+    Field("experts.dense_layers", "mlp_only_layers", None, back=_dense_layers),
+    Field("experts.dense_layers", "decoder_sparse_step", 1, lambda layers, model: 1, _dense_layers),
+)
+
+
 def stacked(block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Router and experts, one tensor per expert on disk."""
     names = {"gate": gate, "up": up, "down": down}

@@ -91,7 +91,7 @@ class Family:
     accepted     the same, but exports do not write them
     derived      fields that say again, for older readers, what `fields` say: written unless None; `back` of those fields reads them
     inert        fields without effect, besides INERT
-    rope         how rotary positions are written; None: this family has none
+    rope         how rotary positions are written; `optional`: a base of null means no positions; None: this family has none
     theta, local_theta, scaling
                  the bases and the scaling that hold where a config.json does not name them
     balance      of families with experts, the router_aux_loss_coef that holds where a config.json does not name it; None: transformers has
@@ -105,6 +105,7 @@ class Family:
     own_head     whether files with these names have a head of their own, although config.json of this model calls it tied
     prefix       what stands before every name of the trunk; files of the base model, without a head, and older ones leave it out
     nested       what stands there instead in files of models of which this is one part
+    other_name   the name in `weights` of a tensor that files may hold under this one; a name that it does not know comes back
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     is_ours      its networks are made of our layers: ranks can share them, attention takes masks, and no block changes the result of a
@@ -123,7 +124,7 @@ class Family:
     accepted: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Callable[[Model], Any]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
-    rope: Literal["uniform", "by_layer_type"] | None = "uniform"
+    rope: Literal["uniform", "optional", "by_layer_type"] | None = "uniform"
     theta: float = 10000.0
     local_theta: float | None = None
     scaling: dict[str, Any] | None = None
@@ -135,6 +136,7 @@ class Family:
     own_head: Callable[[Model, Collection[str]], bool] | None = None
     prefix: str = "model."
     nested: str = ""
+    other_name: Callable[[str, Model], str] | None = None
     llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
     elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()
@@ -275,6 +277,8 @@ class Family:
                 f"model.rope.fraction={model.rope.fraction}: model.family={self.name} rotates whole heads; remove it"
             )
         free = {f.ours for f in self.fields} | NOT_EXPORTED
+        if self.rope == "optional" and model.positions == "none":
+            free.add("positions")
         for name, value in flat(model).items():
             section, _, key = name.partition(".")
             if name in free or (section == "rope" and self.rope and key not in ("layout", "pattern")):

@@ -1,4 +1,4 @@
-"""What the families of Qwen3.5 share: Gated DeltaNet in some layers, and attention with an output gate in the others.
+"""What Qwen3-Next and the families of Qwen3.5 share: Gated DeltaNet in some layers, and attention with an output gate in the others.
 
 `layer_types` of config.json says which layers have what. Where it is absent, every `full_attention_interval`-th layer has attention.
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
+from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, needs_experts, sizes, tied
 from pretrain.models.families.declare.family import Field
 from pretrain.models.families.declare.weights import CONCATENATED, FUSED_PER_HEAD, entry
 from pretrain.models.families.declare.windows import whole
-from pretrain.models.shape import layer_specs
+from pretrain.models.layer_specs import layer_specs
 
 _interval = whole("full_attention_interval", 4)
 _KINDS = ("full_attention", "linear_attention")
@@ -23,17 +23,6 @@ _KINDS = ("full_attention", "linear_attention")
 def layer_types(model: Model) -> list[str]:
     """`layer_types` of config.json: which layers have linear attention."""
     return [_KINDS[spec.mixer == "gated_delta"] for spec in layer_specs(model)]
-
-
-def _pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-    layers = int(config["num_hidden_layers"])
-    if types is None:
-        return [(layer + 1) % _interval(config) != 0 for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(kind in _KINDS for kind in types):
-        raise ConfigError(
-            f"config.json: layer_types={shown(types)} is not supported: expected {' or '.join(_KINDS)} for each of {layers} layers"
-        )
-    return [kind == "linear_attention" for kind in types]
 
 
 def full_attention_interval(model: Model) -> int | None:
@@ -53,15 +42,49 @@ def of_images(name: str, model: Model) -> bool:
     return name.startswith(("mtp.", "model.visual."))
 
 
-def _not_zero(theirs: str) -> Callable[[Any, dict[str, Any]], Any]:
-    """`back` of a size, which to our key may be 0 for one that follows from others."""
+Derived = Callable[[dict[str, Any]], Any]
+"""What an absent field of config.json means, by the others."""
 
+
+def _every_nth(config: dict[str, Any]) -> list[bool]:
+    return [(layer + 1) % _interval(config) != 0 for layer in range(config["num_hidden_layers"])]
+
+
+def linear_fields(absent_pattern: Derived, **absent: int | Derived) -> tuple[Field, ...]:
+    """The fields of linear attention. `absent`: by size, what its field means where config.json lacks it."""
+
+    def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
+        layers = config["num_hidden_layers"]
+        if types is None:
+            return absent_pattern(config)
+        if not isinstance(types, list) or len(types) != layers or not all(kind in _KINDS for kind in types):
+            raise ConfigError(
+                f"config.json: layer_types={shown(types)} is not supported: expected {' or '.join(_KINDS)} for each of {layers} layers"
+            )
+        return [kind == "linear_attention" for kind in types]
+
+    return (
+        Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), pattern),
+        *(_size(ours, theirs, absent[ours]) for ours, theirs in _SIZES.items()),
+        Field("linear_attention.kernel", "linear_conv_kernel_dim", 4),
+    )
+
+
+_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+}
+
+
+def _size(ours: str, theirs: str, absent: int | Derived) -> Field:
     def back(value: Any, config: dict[str, Any]) -> Any:
-        if value == 0 and not isinstance(value, bool):
+        if value == 0 and not isinstance(value, bool):  # to our key: one that follows from others
             raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
-        return value
+        return absent(config) if value is None and callable(absent) else value
 
-    return back
+    return Field(f"linear_attention.{ours}", theirs, None if callable(absent) else absent, back=back)
 
 
 def fields(kv_heads: int) -> tuple[Field, ...]:
@@ -70,25 +93,12 @@ def fields(kv_heads: int) -> tuple[Field, ...]:
         *sizes(kv_heads=kv_heads, head_dim=256, length=32768),
         eps(1e-6),
         tied(False),
-        Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), _pattern),
-        *(
-            Field(f"linear_attention.{ours}", theirs, default, back=_not_zero(theirs))
-            for ours, theirs, default in (
-                ("key_heads", "linear_num_key_heads", 16),
-                ("value_heads", "linear_num_value_heads", 32),
-                ("key_dim", "linear_key_head_dim", 128),
-                ("value_dim", "linear_value_head_dim", 128),
-            )
-        ),
-        Field("linear_attention.kernel", "linear_conv_kernel_dim", 4),
+        *linear_fields(_every_nth, key_heads=16, value_heads=32, key_dim=128, value_dim=128),
     )
 
 
-_LINEAR, _THEIRS = f"{LAYER}.linear_attention", f"{THEIRS}.linear_attn"
+LINEAR, THEIR_LINEAR = f"{LAYER}.linear_attention", f"{THEIRS}.linear_attn"
 _NAMES = {
-    "gate.weight": "in_proj_z.weight",
-    "rate.weight": "in_proj_b.weight",
-    "decay.weight": "in_proj_a.weight",
     "decay_bias": "dt_bias",
     "log_decay_scale": "A_log",
     "output_norm.weight": "norm.weight",
@@ -100,11 +110,19 @@ WEIGHTS_HYBRID = (
     *PRE_NORMS,
     *(line for line in ATTENTION if line.ours != (_QUERY,)),
     entry([_QUERY, f"{LAYER}.attention.gate.weight"], f"{THEIRS}.self_attn.q_proj.weight", FUSED_PER_HEAD),
-    entry([f"{_LINEAR}.{n}.weight" for n in ("query", "key", "value")], f"{_THEIRS}.in_proj_qkv.weight", CONCATENATED),
-    entry([f"{_LINEAR}.{n}_filter" for n in ("query", "key", "value")], f"{_THEIRS}.conv1d.weight", CONCATENATED),
-    *(entry(f"{_LINEAR}.{ours}", f"{_THEIRS}.{theirs}") for ours, theirs in _NAMES.items()),
+    entry([f"{LINEAR}.{n}_filter" for n in ("query", "key", "value")], f"{THEIR_LINEAR}.conv1d.weight", CONCATENATED),
+    *(entry(f"{LINEAR}.{ours}", f"{THEIR_LINEAR}.{theirs}") for ours, theirs in _NAMES.items()),
 )
-"""All tensors but those of MLPs or experts."""
+"""All tensors but the projections of linear attention, and those of MLPs or experts."""
+
+PROJECTIONS = (
+    entry([f"{LINEAR}.{n}.weight" for n in ("query", "key", "value")], f"{THEIR_LINEAR}.in_proj_qkv.weight", CONCATENATED),
+    *(
+        entry(f"{LINEAR}.{ours}.weight", f"{THEIR_LINEAR}.in_proj_{theirs}.weight")
+        for ours, theirs in (("gate", "z"), ("rate", "b"), ("decay", "a"))
+    ),
+)
+"""The projections of Qwen3.5's linear attention."""
 
 HYBRID: dict[str, Any] = {
     "fixed": {"norm.kind": "rms_offset", "norm.qk": "head", "attention.output_gate": True},
@@ -115,15 +133,49 @@ HYBRID: dict[str, Any] = {
         # A small model keeps one layer with attention, its last.
         "linear_attention.pattern": lambda model: [True] * min(3, model.layers - 1) + [False],
     },
-    "constants": {"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True},
-    "accepted": {"output_gate_type": "swish"},
+    "constants": {"hidden_act": "silu", "attention_bias": False},
     "derived": {"full_attention_interval": full_attention_interval},
+    "partial": True,
+}
+"""What all of them say alike, as arguments of `Family`."""
+
+OF_QWEN3_5: dict[str, Any] = HYBRID | {
+    "constants": HYBRID["constants"] | {"attn_output_gate": True},
+    "accepted": {"output_gate_type": "swish"},
     # The first two describe layers that predict further ahead. transformers computes the state in fp32 whatever the third says.
     "inert": frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
     # These tell positions of images apart. A position of text has three equal numbers.
     "inert_rope": frozenset({"mrope_section", "mrope_interleaved"}),
     "dropped": of_images,
-    "partial": True,
     "nested": "model.language_model.",
 }
-"""What these families say alike, as arguments of `Family`."""
+"""What the families of Qwen3.5 say alike."""
+
+
+def _shared(width: Any, config: dict[str, Any]) -> Any:
+    """Shared experts are together one MLP, whose width is a multiple of an expert's."""
+    own = config.get("moe_intermediate_size", 512)
+    if not isinstance(width, int) or not isinstance(own, int) or own < 1 or width < 1 or width % own:
+        raise ConfigError(
+            f"config.json: shared_expert_intermediate_size={shown(width)} is no multiple of moe_intermediate_size={shown(own)}"
+        )
+    return width // own
+
+
+SHARED_WIDTH = Field(
+    "experts.shared", "shared_expert_intermediate_size", 512, lambda n, model: n * model.experts.ffn_dim, _shared
+)
+SHARED_WEIGHTS = (
+    *(
+        entry(f"{LAYER}.mlp.shared.{name}.weight", f"{THEIRS}.mlp.shared_expert.{name}_proj.weight")
+        for name in ("gate", "up", "down")
+    ),
+    entry(f"{LAYER}.mlp.shared_gate.weight", f"{THEIRS}.mlp.shared_expert_gate.weight"),
+)
+"""A shared expert, behind a gate."""
+
+
+def refuse_no_experts(model: Model) -> str | None:
+    """Why a model does not belong to the families with experts: it lacks routed or shared ones, or linear attention. None if it does."""
+    missing = None if model.experts.shared else "model.experts.shared=0 has no shared expert"
+    return needs_experts(model) or missing or refuse_no_linear_attention(model)

@@ -54,13 +54,16 @@ def name_in_hf(key: str) -> str:
 
 
 def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str, Any]:
-    """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own.
+    """The fields of config.json; `kind`: `uniform`; `optional`, the same or none; or `by_layer_type` where layers with a window have
+    rotations of their own.
 
     `partial`: whether transformers rotates a share of a head. It is then written even when it is 1, since the field's absence may mean
     another share. `scaled`: whether absent fields mean a scaling. Then a model without one is written as scaled by 1: transformers 4 and
     vLLM's gpt-oss know no other way to say so.
     """
     rope = model.rope
+    if model.positions == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": None}
     if scaled and rope.scaling == "none":
         rope = dataclasses.replace(rope, scaling="yarn", factor=1.0, original_length=model.max_sequence_length)
     if rope.scaling == "dynamic" and rope.original_length != model.max_sequence_length:
@@ -77,7 +80,7 @@ def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str
         fields["rope_scaling"] = {"rope_type": name, **scaling}
     if partial:
         parameters["partial_rotary_factor"] = fields["partial_rotary_factor"] = rope.fraction
-    if kind == "uniform":
+    if kind != "by_layer_type":
         if rope.local_theta != rope.theta:
             raise ConfigError(f"model.rope.local_theta={rope.local_theta}: model.family={model.family} has one base; remove it")
         if rope.scaling != "none" and not rope.scale_local:
@@ -101,8 +104,8 @@ def rope_from_hf(
     local_theta: float | None = None,
     absent: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none, `absent` the scaling. Raises ConfigError for a
-    kind of scaling or a parameter that is not known or is missing, and for contradictions.
+    """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none, `absent` the scaling. With the kind `optional`
+    also `positions`. Raises ConfigError for a kind of scaling or a parameter that is not known or is missing, and for contradictions.
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -111,18 +114,9 @@ def rope_from_hf(
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {name}={shown(value)} is not supported for {family}")
-    local: dict[str, Any] = {}
-    if "full_attention" in parameters or "sliding_attention" in parameters:
-        if kind != "by_layer_type":
-            raise ConfigError(f"config.json: rope_parameters={shown(parameters)} is not supported for {family}")
-        given = parameters
-        local, parameters = given.get("sliding_attention") or {}, given.get("full_attention") or {}
-        if not isinstance(local, dict) or not isinstance(parameters, dict) or not parameters or len(given) > 2:
-            raise ConfigError(f"config.json: rope_parameters={shown(given)} is not supported for {family}")
-    elif kind == "by_layer_type" and parameters:
-        raise ConfigError(
-            f"config.json: rope_parameters={shown(parameters)} is not supported for {family}, which has them by layer type"
-        )
+    if kind == "optional" and _is_unrotated(config, parameters, scaling):
+        return {"positions": "none"}
+    parameters, local = _groups(parameters, kind, family)
     written, config = config, {"rope_theta": config.get("rotary_emb_base", theta), **config}
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
@@ -138,7 +132,38 @@ def rope_from_hf(
         ours |= _local(local, ours, {**config, "rope_local_base_freq": local_base}, family)
     groups = {"rope_parameters": {*parameters, *(["rope_local_base_freq"] if local else [])}, "rope_scaling": set(scaling)}
     _check_beside(written, ours, groups)
-    return {f"rope.{name}": value for name, value in ours.items()}
+    return {f"rope.{name}": value for name, value in ours.items()} | ({"positions": "rope"} if kind == "optional" else {})
+
+
+def _groups(parameters: dict[str, Any], kind: str, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of rope_parameters, those of layers without a window, and those of layers with one, where they have their own."""
+    local: dict[str, Any] = {}
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        if kind != "by_layer_type":
+            raise ConfigError(f"config.json: rope_parameters={shown(parameters)} is not supported for {family}")
+        given = parameters
+        local, parameters = given.get("sliding_attention") or {}, given.get("full_attention") or {}
+        if not isinstance(local, dict) or not isinstance(parameters, dict) or not parameters or len(given) > 2:
+            raise ConfigError(f"config.json: rope_parameters={shown(given)} is not supported for {family}")
+    elif kind == "by_layer_type" and parameters:
+        raise ConfigError(
+            f"config.json: rope_parameters={shown(parameters)} is not supported for {family}, which has them by layer type"
+        )
+    return parameters, local
+
+
+def _is_unrotated(config: dict[str, Any], parameters: dict[str, Any], scaling: dict[str, Any]) -> bool:
+    """Whether the base of all rotations is null: nothing is rotated. Raises ConfigError for parameters beside it, which would say nothing."""
+    group = scaling or parameters
+    said = group if "rope_theta" in group else config
+    if said.get("rope_theta", 0) is not None:
+        return False
+    rest = {name: value for name, value in {**parameters, **scaling}.items() if name != "rope_theta"}
+    if beside := [name for name, value in rest.items() if name not in ("rope_type", "type") or value != "default"]:
+        raise ConfigError(
+            f"config.json: {clipped(beside[0])}={shown(rest[beside[0]])} says nothing with rope_theta=null; remove it"
+        )
+    return True
 
 
 def _refuse_groups(scaling: dict[str, Any], parameters: dict[str, Any], lost: list[str]) -> NoReturn:

@@ -39,6 +39,13 @@ class Same:
         return theirs
 
 
+class JoinedByReaders(Same):
+    """The same tensors under other names, which readers concatenate before they use them: a file may have cut the whole elsewhere."""
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        return CONCATENATED.to_ours([torch.cat(theirs)], shapes, model)
+
+
 class Transposed(Same):
     """Matrices as [in, out] (GPT-2's Conv1D), stacked ones each by itself."""
 
@@ -92,16 +99,24 @@ class Interleaved:
         return [(part.mT if self.transposed else part).contiguous() for part in parts]
 
 
-class FusedPerHead:
-    """Queries, keys and values of one head after the other, as one of theirs: [head 0: q, k, v; head 1: q, k, v; ...] (GPT-NeoX)."""
+@dataclass(frozen=True)
+class FusedPerGroup:
+    """Several of ours as one of theirs, whose rows are those of one group of heads after the other: [group 0: q, k, v; group 1: q, k, v; ...].
+
+    `groups` says how many there are. Each has equally many rows of every tensor of ours.
+    """
+
+    groups: Callable[[Model], int]
 
     def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
-        return [torch.stack([tensor.unflatten(0, (model.heads, -1)) for tensor in ours], dim=1).flatten(0, 2).contiguous()]
+        return [torch.cat([tensor.unflatten(0, (self.groups(model), -1)) for tensor in ours], dim=1).flatten(0, 1)]
 
     def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
-        if theirs[0].shape[0] != sum(shape[0] for shape in shapes):
+        rows = [shape[0] for shape in shapes]
+        if theirs[0].shape[0] != sum(rows):
             return [theirs[0] for _ in shapes]
-        parts = theirs[0].unflatten(0, (model.heads, len(shapes), -1)).unbind(1)
+        groups = self.groups(model)
+        parts = theirs[0].unflatten(0, (groups, -1)).split([count // groups for count in rows], dim=1)
         return [part.flatten(0, 1).contiguous() for part in parts]
 
 
@@ -118,7 +133,8 @@ class Stacked:
         return [torch.stack(theirs)]
 
 
-SAME, TRANSPOSED, ONE_ROW, STACKED, FUSED_PER_HEAD = Same(), Transposed(), OneRow(), Stacked(), FusedPerHead()
+SAME, TRANSPOSED, ONE_ROW, STACKED, JOINED_BY_READERS = Same(), Transposed(), OneRow(), Stacked(), JoinedByReaders()
+FUSED_PER_HEAD = FusedPerGroup(lambda model: model.heads)
 INTERLEAVED, INTERLEAVED_TRANSPOSED = Interleaved(), Interleaved(transposed=True)
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.family import Field
-from pretrain.models.shape import has_windows
+from pretrain.models.layer_specs import has_windows
 
 
 def layer_types(model: Model) -> list[str]:

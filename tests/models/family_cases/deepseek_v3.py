@@ -1,6 +1,8 @@
 """What the tests know of DeepSeek-V3."""
 
-from family_cases import LLAMA
+from typing import Any
+
+from family_cases import LLAMA, hub
 from pretrain.config.attention_schema import Latent, Rope
 from pretrain.config.model_schema import ExpertsConfig, Model
 
@@ -56,9 +58,37 @@ PUBLISHED = {"deepseek-v3": {
     "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
     "vocab_size": 129280,
 }}  # fmt: skip
+
+
+def like_deepseek(dim: int, ffn: int, layers: int, heads: int, *, experts: int, active: int, width: int, shared: int, query_rank: int | None, **rest: Any) -> dict[str, Any]:
+    """The config.json of other models of this architecture: one group of experts, and one dense layer first."""
+    return hub(
+        "DeepseekV3ForCausalLM", dim, ffn, layers, heads, heads, 163840,
+        attention_bias=False, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=1, hidden_act="silu", kv_lora_rank=512, moe_intermediate_size=width,
+        moe_layer_freq=1, n_group=1, n_routed_experts=experts, n_shared_experts=shared, norm_topk_prob=True, num_experts_per_tok=active,
+        num_nextn_predict_layers=0, pretraining_tp=1, q_lora_rank=query_rank, qk_nope_head_dim=128, qk_rope_head_dim=64, rope_theta=50000.0,
+        scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128, **rest,
+    )  # fmt: skip
+
+
+YARN = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
+PUBLISHED |= {
+    "moonlight-16b-a3b": like_deepseek(
+        2048, 11264, 27, 16, experts=64, active=6, width=1408, shared=2, query_rank=None, model_type="deepseek_v3", max_position_embeddings=8192,
+        rms_norm_eps=1e-05, rope_scaling=None, routed_scaling_factor=2.446,
+    ),
+    # The hub's has another name of the architecture, kimi_k2 (test_moe_presets.py).
+    "kimi-k2": like_deepseek(
+        7168, 18432, 61, 64, experts=384, active=8, width=2048, shared=1, query_rank=1536, model_type="deepseek_v3", max_position_embeddings=131072,
+        rms_norm_eps=1e-06, rope_scaling=YARN, routed_scaling_factor=2.827,
+    ),
+}  # fmt: skip
 COUNTS = {
     # Tensors of the published files without layer 61 and the 58 x 256 balancing biases.
     "deepseek-v3": 671_026_404_352,
+    # As transformers counts.
+    "moonlight-16b-a3b": 15_960_108_544,
+    "kimi-k2": 1_026_408_209_408,
 }
 READ = LLAMA | {
     "rms_norm_eps",

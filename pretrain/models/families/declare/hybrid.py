@@ -1,6 +1,6 @@
-"""What Qwen3-Next and the families of Qwen3.5 share: Gated DeltaNet in some layers, and attention with an output gate in the others.
+"""What families with Gated DeltaNet in some layers share; and what Qwen3-Next and Qwen3.5 do, whose other layers have attention with an output gate.
 
-`layer_types` of config.json says which layers have what. Where it is absent, every `full_attention_interval`-th layer has attention.
+`layer_types` of config.json says which layers have what. Where it is absent, in Qwen's every `full_attention_interval`-th layer has attention.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ HYBRID: dict[str, Any] = {
     "derived": {"full_attention_interval": full_attention_interval},
     "partial": True,
 }
-"""What all of them say alike, as arguments of `Family`."""
+"""What Qwen3-Next and Qwen3.5 say alike, as arguments of `Family`."""
 
 OF_QWEN3_5: dict[str, Any] = HYBRID | {
     "constants": HYBRID["constants"] | {"attn_output_gate": True},
@@ -149,7 +149,7 @@ OF_QWEN3_5: dict[str, Any] = HYBRID | {
     "dropped": of_images,
     "nested": "model.language_model.",
 }
-"""What the families of Qwen3.5 say alike."""
+"""What the two families of Qwen3.5 say alike."""
 
 
 def _shared(width: Any, config: dict[str, Any]) -> Any:

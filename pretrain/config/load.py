@@ -190,18 +190,21 @@ def _section_advice(kind: type, value: Any, path: str) -> str:
         return ""
     if (written := re.match(r"(\w+)\s*[:=]\s*(\S.*)", value)) and written[1] in names_of(kind):
         return f"; YAML wants a space after a colon: {written[1]}: {written[2]}"
-    hints = typing.get_type_hints(kind)
-    for name, hint in hints.items():
+    hints = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(kind).items()}
+    for name, kinds in hints.items():
         advice = value_advice(f"{path}.{name}", value)
-        if advice or any(value in _words(kind) for kind in (hint, *typing.get_args(hint))):
+        if value.lower() not in _OF_MANY_KEYS and (advice or any(value in _words(kind) for kind in kinds)):
             return f"; the key for that is {path}.{name}{advice}"
     if advice := section_advice(path):
         return advice
-    texts = [name for name, hint in hints.items() if hint in (str, str | None)]
-    if not texts:
+    if not (texts := [name for name, kinds in hints.items() if str in kinds]):
         return ""
     in_list = path.rpartition(".")[2].isdigit()
     return f"; write {{{texts[0]}: {value}}}" if in_list else f"; the key for that is {path}.{texts[0]}"
+
+
+_OF_MANY_KEYS = {"auto", "none", "never", "always", "required"}
+"""Words that are values of several keys, and so say nothing of which is meant."""
 
 
 def _items(value: Any) -> list[Any]:

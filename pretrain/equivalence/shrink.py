@@ -163,11 +163,12 @@ def _linear_heads(model: Model, ranks: int) -> dict[str, Any]:
         for n in range(min(KEY_HEADS, sizes.key_heads), sizes.key_heads + 1)
         if all((n % r == 0) == (sizes.key_heads % r == 0) for r in range(1, ranks + 1))
     )
+    key_dim = min(HEAD_DIM, sizes.key_dim)
     values = {
         "key_heads": keys,
         "value_heads": keys * sizes.value_heads // sizes.key_heads,
-        "key_dim": min(HEAD_DIM, sizes.key_dim),
-        "value_dim": min(HEAD_DIM, sizes.value_dim),
+        "key_dim": key_dim,
+        "value_dim": max(1, key_dim * sizes.value_dim // sizes.key_dim),
     }
     return {f"linear_attention.{name}": value for name, value in values.items()}
 

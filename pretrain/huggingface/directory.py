@@ -62,14 +62,16 @@ class WeightPlan:
         """The name in `theirs` of a tensor that a file may hold under this one."""
         return self.family.other_name(stored, self.model) if self.family.other_name else stored
 
-    def misfit(self, found: Mapping[str, Shape]) -> str | None:
-        """A tensor of another shape than it has in `theirs`, if there is one. What readers join may be cut elsewhere."""
+    def misfit(self, found: Mapping[str, Shape]) -> tuple[str, str, str] | None:
+        """A tensor of another shape than it has in `theirs`, if there is one: its name, and both shapes. What readers join may be cut elsewhere."""
         for line in self.entries:
-            are, should = [found[name] for name in line.theirs], [self.theirs[name] for name in line.theirs]
+            names = list(line.theirs)
+            are, should = [found[name] for name in names], [self.theirs[name] for name in names]
             if line.layout is JOINED_BY_READERS:
-                are, should = ([_joined(shapes)] * len(shapes) for shapes in (are, should))
-            if name := next((name for name, own, other in zip(line.theirs, are, should) if own != other), None):
-                return name
+                names, are, should = [" with ".join(names)], [_joined(are)], [_joined(should)]
+            for name, own, other in zip(names, are, should):
+                if own != other:
+                    return name, str(list(own)), str(list(other))
         return None
 
 
@@ -241,7 +243,7 @@ class HfDirectory:
         for stored, name in self._names(known | family.copies_of(self.model).keys()).items():
             if name in self.stored:
                 raise CheckpointError(
-                    f"{self.directory}: {self.stored[name]} and {stored} are two tensors for one place, {name}"
+                    f"{self.directory}: {clipped(self.stored[name])} and {clipped(stored)} are two tensors for one place, {clipped(name)}"
                 )
             self.stored[name] = stored
         left = sorted(name for name in self.stored.keys() - known if family.dropped and family.dropped(name, self.model))
@@ -287,7 +289,7 @@ class HfDirectory:
             sorted(self.files.keys() - self.plan.theirs.keys()),
         )
         if missing or surplus:
-            which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {self.plan.family.name}"
+            which = f"{missing[0]} is missing" if missing else f"{clipped(surplus[0])} has no place in {self.plan.family.name}"
             found = f"{which} ({len(missing)} missing, {len(surplus)} surplus tensors)"
             raise CheckpointError(f"{self.directory}: {self._without_head(missing, surplus) or found}")
 
@@ -307,11 +309,9 @@ class HfDirectory:
         whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}
         for name in self.plan.theirs:
             self._check_format(name, whole.get(name))
-        found = {name: self._place(name).shape for name in self.plan.theirs}
-        if name := self.plan.misfit(found):
-            raise CheckpointError(
-                f"{self.directory}: {name} has shape {list(found[name])}, config.json says {list(self.plan.theirs[name])}"
-            )
+        if misfit := self.plan.misfit({name: self._place(name).shape for name in self.plan.theirs}):
+            name, found, said = misfit
+            raise CheckpointError(f"{self.directory}: {name} has shape {found}, config.json says {said}")
 
     def _whole_numbers(self, line: Entry) -> torch.dtype | None:
         """The number format of an entry that is no weight, but a table of whole numbers."""

@@ -83,10 +83,9 @@ def check_expected(config: dict[str, Any], plan: WeightPlan) -> None:
     for tensor in sorted(expected.keys() ^ plan.theirs.keys()):
         problem = "is missing from the export" if tensor in expected else "is unknown to it"
         raise CheckpointError(f"transformers' {name}: {tensor} {problem}")
-    if tensor := plan.misfit(expected):
-        raise CheckpointError(
-            f"transformers' {name}: {tensor} has shape {list(expected[tensor])}, and the export has {list(plan.theirs[tensor])}"
-        )
+    if misfit := plan.misfit(expected):
+        tensor, theirs, ours = misfit
+        raise CheckpointError(f"transformers' {name}: {tensor} has shape {theirs}, and the export has {ours}")
 
 
 def read_back(directory: Path, shards: dict[str, list[Spec]], hashes: dict[str, str], seen: Callable[[int], object]) -> None:
@@ -169,7 +168,7 @@ def compare_logits(directory: Path, model: Model, parameters: int, weights: Call
     return Compared(difference, limit, computed_in, sequences, length, beyond)
 
 
-_MORE = 64  # tokens beyond what is to be exercised
+_MORE = 64  # tokens beyond what is to be exercised, and as many as a chunk of linear attention
 
 
 def _reach(model: Model) -> tuple[int, int, str | None]:
@@ -179,7 +178,8 @@ def _reach(model: Model) -> tuple[int, int, str | None]:
     if grows_from:  # such models go on beyond the length they say
         return 1, max(grows_from, window) + _MORE, f"the {grows_from} positions from which dynamic scaling grows"
     if not window:
-        return 2, min(_MORE, longest), None
+        chunks = 2 if any(model.linear_attention.pattern or []) else 1
+        return 2, min(chunks * _MORE, longest), None
     length = min(longest, window + _MORE)
     return 1, length, f"the window of {window}" if length > window else None
 

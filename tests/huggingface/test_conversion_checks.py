@@ -38,6 +38,7 @@ def test_experts_of_any_width_are_compared(byte_tokenizer, tmp_path):
 
 WINDOWED = dataclasses.replace(SMALL, family="mistral", attention=AttentionConfig(window=80), max_sequence_length=512)
 DYNAMIC = dataclasses.replace(SMALL, rope=Rope(scaling="dynamic", factor=4.0), max_sequence_length=70)
+LINEAR = dataclasses.replace(SMALL, family="olmo_hybrid", max_sequence_length=512)  # a chunk has 64 positions
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ DYNAMIC = dataclasses.replace(SMALL, rope=Rope(scaling="dynamic", factor=4.0), m
         (dataclasses.replace(WINDOWED, max_sequence_length=100), 100, "the window of 80"),
         (dataclasses.replace(WINDOWED, max_sequence_length=60), 60, None),
         (DYNAMIC, 134, "the 70 positions from which dynamic scaling grows"),
+        (LINEAR, 128, None),
     ],
 )
 def test_a_comparison_reaches_beyond_windows_and_says_how_far(byte_tokenizer, tmp_path, capsys, model, length, beyond):
@@ -56,7 +58,7 @@ def test_a_comparison_reaches_beyond_windows_and_says_how_far(byte_tokenizer, tm
     convert = tool("convert_checkpoint").main
     assert convert(["to-hf", "--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out"), "--verify"]) == 0
     record = json.loads((tmp_path / "out" / RECORD).read_text())
-    sequences = 2 if model is SMALL else 1
+    sequences = 2 if model in (SMALL, LINEAR) else 1
     compared = record["logits_compared"]
     assert compared.items() >= {"sequences": sequences, "length": length, "beyond": beyond, "computed_in": "float64"}.items()
     assert compared["difference"] == record["max_logit_difference"] <= compared["limit"] < 1e-8

@@ -91,6 +91,16 @@ def test_a_field_that_is_null_means_what_transformers_takes_it_for_or_is_refused
     assert read_as_null
 
 
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-9b", "glm4-9b", "pythia-160m"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_share_of_rotated_components_that_is_null_is_refused(name, inside):
+    """transformers 5 rotates whole heads then, where an absent field means a quarter or a half of each."""
+    config = {key: value for key, value in EVERY[name].items() if key != "partial_rotary_factor"}
+    share = {"partial_rotary_factor": None}
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        read(config | ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **share}} if inside else share))
+
+
 HOSTILE = [
     -1, 0, 2**63, 10**400, 1e308, math.nan, math.inf, -0.5, 1.5, "x", "", [], [None], [1] * 5, [[1]], {}, {"a": [1]}, True, None,
     {"rope_type": ["a"]}, {"full_attention": 1}, {"full_attention": {"rope_type": "yarn", "factor": -1}},

@@ -43,7 +43,7 @@ def _usual(config: dict[str, Any]) -> list[bool]:
 
 def _key_dim(config: dict[str, Any]) -> int:
     heads = config.get("linear_num_key_heads") or config["num_attention_heads"]
-    return int(0.75 * config["hidden_size"] / heads)
+    return max(1, int(0.75 * config["hidden_size"] / heads))
 
 
 def _width(model: Model) -> int:

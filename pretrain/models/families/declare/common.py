@@ -253,8 +253,9 @@ def needs_experts(model: Model) -> str | None:
 
 def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
     """Two fields say together which layers have an MLP."""
-    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or step < 1 or not isinstance(listed, list):
+    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    listed = [] if listed is None else listed
+    if type(step) is not int or step < 1 or not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         raise ConfigError(
             f"config.json: decoder_sparse_step={shown(step)} with mlp_only_layers={shown(listed)} is not supported"
         )

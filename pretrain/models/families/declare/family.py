@@ -21,7 +21,7 @@ from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.experts import check_router, router_caution
 from pretrain.models.families.declare.consistency import check_names, check_shared, keys_of_model
-from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
+from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, refuse_null_share, rope_from_hf, rope_to_hf
 from pretrain.models.families.declare.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
@@ -294,6 +294,13 @@ class Family:
                     "model.family=custom (which has no export)"
                 )
 
+    def _rotation(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What a config.json says of rotary positions, by our keys."""
+        if self.partial:
+            refuse_null_share(config, self.name)
+        known = _without(config, self.inert_rope)
+        return rope_from_hf(known, self.rope, self.name, self.theta, self.local_theta, self.scaling)
+
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
         kind = config.get("model_type")
@@ -319,9 +326,7 @@ class Family:
                 raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
         rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
-            rope = rope_from_hf(
-                _without(config, self.inert_rope), self.rope, self.name, self.theta, self.local_theta, self.scaling
-            )
+            rope = self._rotation(config)
             for name, value in rope.items():
                 said = f"rope_scaling or rope_parameters: {name_in_hf(name)}"
                 values[name] = _typed(Field(name, said), value, {said: value})

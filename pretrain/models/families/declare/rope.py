@@ -107,8 +107,7 @@ def rope_from_hf(
     """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none, `absent` the scaling. With the kind `optional`
     also `positions`. Raises ConfigError for a kind of scaling or a parameter that is not known or is missing, and for contradictions.
     """
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
+    parameters, scaling = ({} if value is None else value for value in map(config.get, ("rope_parameters", "rope_scaling")))
     if not parameters and not scaling and absent:
         scaling = absent
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
@@ -150,6 +149,15 @@ def _groups(parameters: dict[str, Any], kind: str, family: str) -> tuple[dict[st
             f"config.json: rope_parameters={shown(parameters)} is not supported for {family}, which has them by layer type"
         )
     return parameters, local
+
+
+def refuse_null_share(config: dict[str, Any], family: str) -> None:
+    """Raise ConfigError for a share of rotated components that is null: transformers takes it for all of them, or for none that it can use."""
+    for group in (config, config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(group, dict) and group.get("partial_rotary_factor", 1) is None:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is null, which is no share of a head for {family}; remove it"
+            )
 
 
 def _is_unrotated(config: dict[str, Any], parameters: dict[str, Any], scaling: dict[str, Any]) -> bool:

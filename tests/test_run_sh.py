@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,3 +80,10 @@ def test_a_name_on_the_list_that_no_test_has_is_an_error() -> None:
     test = next(test for test, cases in tests.items() if not cases)
     with pytest.raises(pytest.UsageError, match=f"has no {test};"):
         mark_thorough([Item(file, n) for n in names if not n.startswith(test)], complete=True)
+
+
+def test_every_test_that_the_list_names_is_there():
+    """Only a run without --thorough reads the list, and with several workers its error is not printed."""
+    command = [sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--collect-only", "-m", QUICK]
+    done = subprocess.run([*command, "-o", "addopts=--strict-markers"], capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == 0, done.stderr or done.stdout[-2000:]

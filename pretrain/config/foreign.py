@@ -25,6 +25,7 @@ _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of o
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _INIT_FROM = "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)"
 _TRACKERS = "trackers have keys of their own: log.wandb.project, log.mlflow.experiment, log.trackio.project, log.tensorboard"
+_SHAPE = "the shape of a model is a file of configs/models (include: it), and its kind is model.family"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
 _RUN_DIR = "a run is kept in run.dir/run.name"
 
@@ -71,7 +72,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("optim.clip"): ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip_val", "grad_clip_norm"),
     _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),
     _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
-    "the shape of a model is a file of configs/models (include: it), and its kind is model.family": ("model.name", "model.flavor", "model_name"),
+    _SHAPE: ("model.name", "model.flavor", "model_name"),
     _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
     _renamed("optim.groups"): ("param_groups", "parameter_groups", "group_overrides", "lr_mult", "no_decay"),
     _renamed("optim.ema_decay"): ("ema", "use_ema", "ema_update_rate", "model_ema_decay"),
@@ -232,7 +233,7 @@ def value_advice(key: str, value: object) -> str:
 
 _SECTIONS = {
     "run": "the name of a run is run.name",
-    "model": "a shape is a file of configs/models (include: it), and its kind is model.family",
+    "model": _SHAPE,
     "data": "prepared data is listed in data.sources: [{path: DIR}]",
     "optim": "the optimizer is optim.name",
     "schedule": "the schedule is schedule.name",

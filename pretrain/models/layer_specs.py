@@ -46,7 +46,7 @@ def layer_specs(model: Model) -> list[LayerSpec]:
 
 
 def _placement(model: Model) -> Any:
-    """Of the norms in layers with linear attention."""
+    """Where layers with linear attention are normed."""
     own = model.linear_attention.norm_placement
     return model.norm.placement if own == "same" else own
 

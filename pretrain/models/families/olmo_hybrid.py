@@ -47,7 +47,7 @@ def _key_dim(config: dict[str, Any]) -> int:
 
 
 def _width(model: Model) -> int:
-    """Of a key of linear attention in a new model."""
+    """How wide a key of linear attention is in a new model, unless the configuration says it."""
     return _key_dim({"hidden_size": model.dim, "num_attention_heads": model.linear_attention.key_heads or model.heads})
 
 

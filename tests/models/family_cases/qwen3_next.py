@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from family_cases import LLAMA, hub
+from family_cases import hub
 from family_cases.qwen3_5 import SIZES, linear
+from family_cases.qwen3_5_moe import READ as READ_EXPERTS
 from pretrain.config.attention_schema import Rope
 from pretrain.config.model_schema import ExpertsConfig, Model
 
@@ -45,21 +46,4 @@ def qwen3_next(dim: int, ffn: int, layers: int, heads: int, *, experts: int, act
 
 PUBLISHED = {"qwen3-next-80b-a3b": qwen3_next(2048, 5120, 48, 16, experts=512, active=10, width=512)}
 COUNTS = {"qwen3-next-80b-a3b": 79_674_391_296}  # as transformers counts; the hub's files also hold layers that predict further ahead
-READ = LLAMA | {
-    "rms_norm_eps",
-    "layer_types",
-    "full_attention_interval",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "partial_rotary_factor",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-}
+READ = (READ_EXPERTS | {"intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}) - {"attn_output_gate"}

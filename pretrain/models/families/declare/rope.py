@@ -135,7 +135,7 @@ def rope_from_hf(
 
 
 def _groups(parameters: dict[str, Any], kind: str, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of rope_parameters, those of layers without a window, and those of layers with one, where they have their own."""
+    """rope_parameters of layers without a window, and of layers with one; the latter are empty where the file does not tell them apart."""
     local: dict[str, Any] = {}
     if "full_attention" in parameters or "sliding_attention" in parameters:
         if kind != "by_layer_type":

@@ -37,7 +37,7 @@ def without_granite(tmp_path) -> Path:
     for path in granite_files(tmp_path):
         (tmp_path / path).unlink()
     schema = tmp_path / SCHEMA
-    schema.write_text(schema.read_text().replace('"granite", ', ""))
+    schema.write_text(schema.read_text().replace('"granite", "granite_hybrid", ', ""))
     models = tmp_path / "docs" / "models.md"
     models.write_text(re.sub(r"^\| `.*\n", "", models.read_text(), flags=re.MULTILINE))
     (tmp_path / "docs" / "configuration.md").write_text("")

@@ -16,6 +16,7 @@ SCALED = {"model.rope.scaling": Except("none")}
 LLAMA3, YARN = {"model.rope.scaling": ("llama3",)}, {"model.rope.scaling": ("yarn",)}
 WINDOWED = {"model.attention.window": Except(0)}
 LINEAR = {"model.linear_attention.pattern": Except([False])}
+DELTA = LINEAR | {"model.linear_attention.kind": ("gated_delta",)}
 
 
 @dataclass
@@ -119,17 +120,33 @@ class AttentionConfig:
 
 @dataclass
 class LinearAttentionConfig:
-    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464), in place of attention in some layers."""
+    """Linear attention, in place of attention in some layers."""
 
     pattern: list[bool] | None = key(
         None, "Which layers have it, repeated over the layers; [false] by default. At least one layer keeps attention."
     )
-    key_heads: int | None = key(None, "Heads of queries and keys; `model.heads` by default.", ge=0, le=100_000, when=LINEAR)
-    value_heads: int | None = key(
-        None, "Heads of values, a multiple of `key_heads`, and as many by default.", ge=0, le=100_000, when=LINEAR
+    kind: Literal["gated_delta", "mamba2"] | None = key(
+        None,
+        "The layer: Gated DeltaNet (arXiv 2412.06464), the default, or Mamba 2 (arXiv 2405.21060), whose groups are heads of keys and whose "
+        "state size is `key_dim`.",
+        when=LINEAR,
     )
-    key_dim: int | None = key(None, "Width of a head of keys; `model.head_dim` by default.", ge=0, le=2**20, when=LINEAR)
-    value_dim: int | None = key(None, "Width of a head of values; `key_dim` by default.", ge=0, le=2**20, when=LINEAR)
+    key_heads: int | None = key(
+        None, "Heads of queries and keys; by default `model.heads`, of Mamba 2 one.", ge=0, le=100_000, when=LINEAR
+    )
+    value_heads: int | None = key(
+        None,
+        "Heads of values, a multiple of `key_heads`; by default as many, of Mamba 2 so many that values are twice as wide as the model.",
+        ge=0,
+        le=100_000,
+        when=LINEAR,
+    )
+    key_dim: int | None = key(
+        None, "Width of a head of keys; by default `model.head_dim`, of Mamba 2 128.", ge=0, le=2**20, when=LINEAR
+    )
+    value_dim: int | None = key(
+        None, "Width of a head of values; by default `key_dim`, of Mamba 2 64.", ge=0, le=2**20, when=LINEAR
+    )
     kernel: int | None = key(
         None,
         "Positions that the short convolutions of queries, keys and values see, itself included; 4 by default.",
@@ -141,13 +158,13 @@ class LinearAttentionConfig:
         None,
         "Whether a head may correct itself by up to twice the difference, so that what it remembers of a key can change its sign "
         "(arXiv 2411.12537).",
-        when=LINEAR,
+        when=DELTA,
     )
     norm_placement: Literal["same", "pre", "reordered", "sandwich", "post"] | None = key(
         None, "`model.norm.placement` of the layers that have it; `same`, as by default: that of the others.", when=LINEAR
     )
     norm_eps: float | None = key(
-        None, "`model.norm_eps` of its heads' results; 0, as by default: that of the other norms.", ge=0, le=1, when=LINEAR
+        None, "`model.norm_eps` of the norm of its results; 0, as by default: that of the other norms.", ge=0, le=1, when=LINEAR
     )
 
 

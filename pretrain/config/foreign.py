@@ -115,7 +115,11 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     _renamed("loss.predict_ahead_weight"): ("mtp_loss_weight", "mtp_loss_scaling_factor"),
     _renamed("model.linear_attention.pattern"): ("layer_types", "full_attention_interval", "linear_attention_freq"),
-    _renamed("model.linear_attention.kernel"): ("linear_conv_kernel_dim", "conv_kernel_size", "conv_size"),
+    _renamed("model.linear_attention.kernel"): ("linear_conv_kernel_dim", "conv_kernel_size", "conv_size", "mamba_d_conv"),
+    _renamed("model.linear_attention.key_heads"): ("linear_num_key_heads", "mamba_n_groups", "mamba_num_groups"),
+    _renamed("model.linear_attention.value_heads"): ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    _renamed("model.linear_attention.key_dim"): ("linear_key_head_dim", "mamba_d_state", "mamba_state_dim", "ssm_state_size"),
+    _renamed("model.linear_attention.value_dim"): ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
     "it is model.experts.balance_loss here, whose text in docs/configuration.md says how other tools scale theirs": (
         "moe_aux_loss_coeff", "router_aux_loss_coef",
     ),

@@ -52,6 +52,7 @@ ADDED: dict[str, Any] = {
     "model.attention.output_gate": False,
     "model.experts.shared_gate": False,
     "model.linear_attention.pattern": [False],
+    "model.linear_attention.kind": "gated_delta",
     "model.linear_attention.key_heads": 0,
     "model.linear_attention.value_heads": 0,
     "model.linear_attention.key_dim": 0,

@@ -14,7 +14,7 @@ from pretrain.config.keys import Except, key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
+    "granite", "granite_hybrid", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
     "t5",
 ]  # fmt: skip
 

@@ -149,27 +149,32 @@ def _heads(model: Model, ranks: int) -> dict[str, Any]:
         latent = {name: min(HEAD_DIM, getattr(model.latent, name)) for name in ("rope_dim", "plain_dim", "value_dim")}
         values |= {f"latent.{name}": width for name, width in latent.items()}
         values["head_dim"] = latent["rope_dim"] + latent["plain_dim"]
-    if any(model.linear_attention.pattern):
-        values |= _linear_heads(model, ranks)
     share, width = model.dim / (model.heads * model.head_dim), values["heads"] * values["head_dim"]
-    return values | {"dim": width if share == 1 else min(model.dim, max(2 * HEAD_DIM, round(share * width / 8) * 8))}
+    values["dim"] = width if share == 1 else min(model.dim, max(2 * HEAD_DIM, round(share * width / 8) * 8))
+    return values | (_linear_heads(model, values["dim"], ranks) if any(model.linear_attention.pattern) else {})
 
 
-def _linear_heads(model: Model, ranks: int) -> dict[str, Any]:
-    """Few heads of linear attention in the same ratio, narrow ones, which the same numbers of ranks can share."""
+def _linear_heads(model: Model, dim: int, ranks: int) -> dict[str, Any]:
+    """Few heads of linear attention, narrow ones, which the same numbers of ranks can share: in the same ratio, unless a single key head serves all. Values
+    of Mamba 2 stay as many times as wide as the model, `dim` now.
+    """
     sizes = model.linear_attention
-    keys = next(
-        n
-        for n in range(min(KEY_HEADS, sizes.key_heads), sizes.key_heads + 1)
-        if all((n % r == 0) == (sizes.key_heads % r == 0) for r in range(1, ranks + 1))
-    )
-    key_dim = min(HEAD_DIM, sizes.key_dim)
+
+    def few(heads: int) -> int:
+        fewest = range(min(KEY_HEADS, heads), heads + 1)
+        return next(n for n in fewest if all((n % r == 0) == (heads % r == 0) for r in range(1, ranks + 1)))
+
+    keys, key_dim = few(sizes.key_heads), min(HEAD_DIM, sizes.key_dim)
+    heads = few(sizes.value_heads) if keys == 1 else keys * sizes.value_heads // sizes.key_heads
     values = {
         "key_heads": keys,
-        "value_heads": keys * sizes.value_heads // sizes.key_heads,
+        "value_heads": heads,
         "key_dim": key_dim,
         "value_dim": max(1, key_dim * sizes.value_dim // sizes.key_dim),
     }
+    times, rest = divmod(sizes.value_heads * sizes.value_dim, model.dim)
+    if sizes.kind == "mamba2" and not rest and times * dim % heads == 0:
+        values["value_dim"] = times * dim // heads
     return {f"linear_attention.{name}": value for name, value in values.items()}
 
 

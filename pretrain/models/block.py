@@ -13,7 +13,7 @@ from pretrain.models.dropout import BlockDropout, drop
 from pretrain.models.experts import MixtureOfExperts, RouterReport
 from pretrain.models.layer_specs import LayerSpec
 from pretrain.models.layers import Mlp, make_norm
-from pretrain.models.linear_attention import GatedDeltaNet
+from pretrain.models.linear_attention import GatedDeltaNet, Mamba2
 from pretrain.models.masks import Mask
 from pretrain.models.positions import Tables
 
@@ -41,6 +41,8 @@ class Block(nn.Module):
         match spec.mixer:
             case "gated_delta":
                 self.linear_attention = GatedDeltaNet(config)
+            case "mamba2":
+                self.linear_attention = Mamba2(config)
             case "latent":
                 self.attention = LatentAttention(config)
             case "attention":

@@ -68,7 +68,7 @@ class Cache:
     """
 
     def __init__(self, specs: Sequence[LayerSpec], capacity: int) -> None:
-        self.layers = [RecurrentCache() if spec.mixer == "gated_delta" else LayerCache(capacity) for spec in specs]
+        self.layers = [RecurrentCache() if spec.linear else LayerCache(capacity) for spec in specs]
         self.documents_BS: Tensor | None = None
 
     @property

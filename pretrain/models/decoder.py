@@ -23,7 +23,7 @@ from pretrain.models.dropout import Dropout, drop, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layer_specs import LayerSpec, layer_specs
 from pretrain.models.layers import Embedding, make_norm
-from pretrain.models.linear_attention import delta_rule_flops, initial_values
+from pretrain.models.linear_attention import initial_values, recurrence_flops
 from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.masks import (
     Mask,
@@ -328,8 +328,8 @@ class Decoder(nn.Module):
         return sum(self._attention_flops(spec, sequence_length) for spec in specs)
 
     def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
-        if spec.mixer == "gated_delta":
-            return delta_rule_flops(self.config)
+        if spec.linear:
+            return recurrence_flops(self.config)
         seen = min(sequence_length, spec.window or sequence_length)
         return 6 * self.config.heads * sum(head_widths(self.config)) * seen
 

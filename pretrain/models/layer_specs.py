@@ -12,7 +12,7 @@ from pretrain.config.model_schema import Model
 class LayerSpec:
     """What one layer is. A block holds its own, so that it is the same layer wherever it is run."""
 
-    mixer: Literal["attention", "latent", "gated_delta"]
+    mixer: Literal["attention", "latent", "gated_delta", "mamba2"]
     placement: Literal["pre", "post", "reordered", "sandwich"]
     """Where its sublayers are normed: see `Block`."""
     window: int
@@ -25,7 +25,12 @@ class LayerSpec:
     @property
     def mask_kind(self) -> int | None:
         """What decides its mask: the window, or None for linear attention, which needs to know where documents begin."""
-        return None if self.mixer == "gated_delta" else self.window
+        return None if self.linear else self.window
+
+    @property
+    def linear(self) -> bool:
+        """Whether it has linear attention, of either kind."""
+        return self.mixer in ("gated_delta", "mamba2")
 
 
 def layer_specs(model: Model) -> list[LayerSpec]:
@@ -35,7 +40,7 @@ def layer_specs(model: Model) -> list[LayerSpec]:
     linear = cycled(model.linear_attention.pattern, model.layers)
     return [
         LayerSpec(
-            mixer="gated_delta" if linear[layer] else "latent" if model.latent.kv_rank else "attention",
+            mixer=model.linear_attention.kind if linear[layer] else "latent" if model.latent.kv_rank else "attention",
             placement=_placement(model) if linear[layer] else model.norm.placement,
             window=model.attention.window if windows[layer] and not linear[layer] else 0,
             rope=model.positions == "rope" and rotated[layer] and not linear[layer],

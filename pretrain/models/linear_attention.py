@@ -1,13 +1,16 @@
-"""Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): linear attention, as single-device code.
+"""Layers with linear attention, as single-device code: Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) and Mamba 2 (Dao and Gu, arXiv 2405.21060).
 
-    x --query, key, value--> short convolution of each channel, SiLU --> heads; queries and keys of length one
-    x --decay--> log_decay = -exp(log_decay_scale) softplus(. + decay_bias)      how fast a head forgets
-    x --rate---> sigmoid                                                         how far it corrects itself
-    x --gate---> SiLU                                                            what its result is multiplied with, after the norm
-                 gated delta rule (delta_rule.py) --> output_norm, per head --> x the gate --output-->
+    x --query, key, value--> short convolution of each channel, SiLU --> heads
+    x --decay--> softplus(. + decay_bias) = step;  log_decay = -exp(log_decay_scale) step     how fast a head forgets
+    x --rate---> sigmoid                        Gated DeltaNet: how far a head corrects itself
+    x --gate---> SiLU                           what the result is multiplied with
+
+    Gated DeltaNet  queries and keys of length one --> gated delta rule --> output_norm, per head --> x gate --output-->
+    Mamba 2         values x step --> state-space dual --> + values x skip --> x gate --> output_norm, per key head --output-->
 
 It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections everything is computed in fp32, except
-the products in which queries read. Only the projections' results are stored for backward, which computes the rest again.
+the products in which queries read. Only the projections' results are stored for backward, which computes the rest again. The recurrences are in
+recurrences.py. In papers on Mamba 2, queries, keys and values are C, B and x, a key head is a group, the gate is z, skip is D, and step is dt.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,114 +30,195 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.models.caches import RecurrentCache
-from pretrain.models.delta_rule import gated_delta_rule, short_convolution
 from pretrain.models.layers import Linear, RMSNorm, at_hand, rms_norm
 from pretrain.models.network import Initial
+from pretrain.models.recurrences import gated_delta_rule, short_convolution, state_space_dual
 
 EPS = 1e-6
 """Added to the squared length of queries and keys, as in flash-linear-attention."""
 SLOWEST, FASTEST = 1e-3, 1e-1
-"""Between these, logarithmically, lie the initial values of softplus(decay_bias) (Mamba 2, arXiv 2405.21060)."""
-LARGEST_SCALE = 16.0
-"""Initial values of exp(log_decay_scale) lie between 0 and this."""
+"""Between these, logarithmically, lie the initial values of softplus(decay_bias) (Mamba 2)."""
+SCALES = {"gated_delta": (0.0, 16.0), "mamba2": (1.0, 16.0)}
+"""Between these lie the initial values of exp(log_decay_scale)."""
 
 
-class HeadParameters(NamedTuple):
-    """What heads have beside the projections; filters [C, 1, W] of the channels of queries, keys and values, and a number for each value head."""
-
-    query_filter: Tensor
-    key_filter: Tensor
-    value_filter: Tensor
-    log_decay_scale: Tensor
-    decay_bias: Tensor
-
-
-class _Sizes(NamedTuple):
-    key_dim: int
-    value_dim: int
-    largest_rate: float
-    eps: float
-
-
-class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule. Each key head serves `value_heads / key_heads` value heads that follow each other."""
+class LinearAttention(nn.Module):
+    """What both have. Each key head serves `value_heads / key_heads` value heads that follow each other."""
 
     casts = ("query_filter", "key_filter", "value_filter")
+    projections: ClassVar[tuple[str, ...]]
+    """Those of x, queries and keys first, then values."""
+    of_all_heads: ClassVar[tuple[str, ...]] = ()
+    """Parameters that heads share, beside the projections."""
+    of_key_heads: ClassVar[tuple[str, ...]] = ("query_filter", "key_filter")
+    """Parameters of which each key head has a part of its own, along the first dimension."""
+    of_value_heads: ClassVar[tuple[str, ...]] = ("value_filter", "log_decay_scale", "decay_bias")
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         sizes, dim = config.linear_attention, config.dim
-        eps = sizes.norm_eps or config.norm_eps
-        self.sizes = _Sizes(sizes.key_dim, sizes.value_dim, 2.0 if sizes.negative_eigenvalues else 1.0, eps)
+        self.key_heads, self.key_dim, self.value_dim = sizes.key_heads, sizes.key_dim, sizes.value_dim
+        self.split_key_heads = sizes.key_heads
+        """Those of which the projections at hand are: all, unless parallel/ splits the projections."""
+        self.eps = sizes.norm_eps or config.norm_eps
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         self.query, self.key, self.value, self.gate = (Linear(dim, width) for width in (keys, keys, values, values))
-        self.decay, self.rate = (Linear(dim, sizes.value_heads, steers=True) for _ in range(2))
+        self.decay = Linear(dim, sizes.value_heads, steers=True)
         self.query_filter, self.key_filter, self.value_filter = (
             nn.Parameter(torch.empty(width, 1, sizes.kernel)) for width in (keys, keys, values)
         )
         self.log_decay_scale, self.decay_bias = (nn.Parameter(torch.empty(sizes.value_heads)) for _ in range(2))
-        self.output_norm = RMSNorm(sizes.value_dim, eps)
         self.output = Linear(values, dim)
 
     def forward(self, x_BTD: Tensor, begins_BT: Tensor | None = None, cache: RecurrentCache | None = None) -> Tensor:
         """`begins_BT`: true where a document begins; it does not see earlier positions."""
-        projected = [layer(x_BTD) for layer in (self.query, self.key, self.value, self.gate, self.decay, self.rate)]
-        return self.output(self.mix(projected, begins_BT, cache))
+        return self.output(self.mix([getattr(self, name)(x_BTD) for name in self.projections], begins_BT, cache))
 
     def mix(self, projected: list[Tensor], begins_BT: Tensor | None, cache: RecurrentCache | None) -> Tensor:
-        """What the heads at hand make of all positions, normed and gated, [B, T, C]. `projected`: see `_mix`."""
-        inputs = (*projected, self.output_norm.gain(), *self.of_heads())
-        run = functools.partial(_mix, begins_BT=begins_BT, sizes=self.sizes)
+        """What the heads at hand make of all positions, normed and gated, [B, T, C]. `projected`: the results of `projections`."""
+        given = dict(zip(self.projections, projected)) | self.shared() | self.of_heads()
+        inputs = tuple(given.values())
+
+        def run(*tensors: Tensor) -> Tensor:
+            return self.compute(dict(zip(given, tensors)), begins_BT)[0]
+
         if cache is not None:
-            y_BTC, state = run(*inputs, recent=cache.recent, state=cache.state)
+            y_BTC, state = self.compute(given, begins_BT, cache.recent, cache.state)
             count = self.query_filter.shape[-1] - 1
             recent = [_recent(x, old, begins_BT, count) for x, old in zip(projected[:3], cache.recent)]
             cache.keep(recent, state, y_BTC.shape[1])
             return y_BTC
         if torch.compiler.is_compiling():  # the compiler marks what it is to compute again
-            return checkpoint(lambda *tensors: run(*tensors)[0], *inputs, use_reentrant=False, preserve_rng_state=False)
-        return _ComputedAgain.apply(lambda *tensors: run(*tensors)[0], *inputs)
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return _ComputedAgain.apply(run, *inputs)
 
-    def of_heads(self) -> HeadParameters:
-        """The parameters of the heads at hand: of all, unless parallel/ sets others."""
-        return HeadParameters(*(at_hand(self, name) for name in self.casts), self.log_decay_scale, self.decay_bias)
+    def compute(
+        self,
+        given: dict[str, Tensor],
+        begins_BT: Tensor | None,
+        recent: Sequence[Tensor | None] = (None, None, None),
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the heads at hand make of the results of the projections and of their parameters, by name; and the state after the last position."""
+        raise NotImplementedError
+
+    def shared(self) -> dict[str, Tensor]:
+        """The parameters `of_all_heads`."""
+        return {name: attrgetter(name)(self) for name in self.of_all_heads}
+
+    def of_heads(self) -> dict[str, Tensor]:
+        """The parameters `of_key_heads` and `of_value_heads` of the heads at hand: of all heads, unless parallel/ sets others."""
+        names = (*self.of_key_heads, *self.of_value_heads)
+        return {name: at_hand(self, name) if name in self.casts else attrgetter(name)(self) for name in names}
+
+    def heads(
+        self, given: dict[str, Tensor], begins_BT: Tensor | None, recent: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, K, T, G], and values [B, K, R, T, V], after the convolutions."""
+        q_BTC, k_BTC, v_BTC = (
+            _convolved(given[name], given[f"{name}_filter"], given.get(f"{name}_filter_bias"), begins_BT, old)
+            for name, old in zip(("query", "key", "value"), recent)
+        )
+        q_BKTG, k_BKTG = (x_BTC.unflatten(-1, (-1, self.key_dim)).transpose(1, 2) for x_BTC in (q_BTC, k_BTC))
+        return q_BKTG, k_BKTG, v_BTC.unflatten(-1, (q_BKTG.shape[1], -1, self.value_dim)).permute(0, 2, 3, 1, 4)
 
 
-def _mix(
-    q_BTC: Tensor,
-    k_BTC: Tensor,
-    v_BTC: Tensor,
-    gate_BTC: Tensor,
-    decay_BTH: Tensor,
-    rate_BTH: Tensor,
-    gain_V: Tensor,
-    *of_heads: Tensor,
-    begins_BT: Tensor | None,
-    sizes: _Sizes,
-    recent: Sequence[Tensor | None] = (None, None, None),
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Short convolutions, the delta rule, the norm and the gate; and the state after the last position."""
-    wide = functools.partial(torch.Tensor.to, dtype=torch.promote_types(q_BTC.dtype, torch.float32))
-    *filters, log_scale_H, bias_H = of_heads
-    mixed = []
-    for x_BTC, filter_C1W, recent_BLC in zip((q_BTC, k_BTC, v_BTC), filters, recent):
-        # The filter in the format of the activations, as every matrix.
-        filter_CW = wide(filter_C1W.to(x_BTC.dtype))[:, 0]
-        mixed.append(F.silu(short_convolution(wide(x_BTC), filter_CW, begins_BT, recent_BLC)))
-    q_BKTG, k_BKTG = (_of_length_one(x.unflatten(-1, (-1, sizes.key_dim)).transpose(1, 2)) for x in mixed[:2])
-    keys = q_BKTG.shape[1]
-    v_BKRTV = mixed[2].unflatten(-1, (keys, -1, sizes.value_dim)).permute(0, 2, 3, 1, 4)
+class GatedDeltaNet(LinearAttention):
+    """Linear attention by the gated delta rule."""
+
+    projections = ("query", "key", "value", "gate", "decay", "rate")
+    of_all_heads = ("output_norm.weight",)
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.largest_rate = 2.0 if config.linear_attention.negative_eigenvalues else 1.0
+        self.rate = Linear(config.dim, config.linear_attention.value_heads, steers=True)
+        self.output_norm = RMSNorm(self.value_dim, self.eps)
+
+    def compute(
+        self,
+        given: dict[str, Tensor],
+        begins_BT: Tensor | None,
+        recent: Sequence[Tensor | None] = (None, None, None),
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q_BKTG, k_BKTG, v_BKRTV = self.heads(given, begins_BT, recent)
+        q_BKTG, k_BKTG = _of_length_one(q_BKTG), _of_length_one(k_BKTG)
+        rate_BTH = _wide(given["rate"]).sigmoid() * self.largest_rate
+        log_decay, rate = (_by_key_head(x, q_BKTG.shape[1]) for x in (_log_decay(given), rate_BTH))
+        y_BKRTV, state = gated_delta_rule(
+            q_BKTG * self.key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products=given["query"].dtype
+        )
+        gain_V = given["output_norm.weight"].float()
+        normed_BTHV = rms_norm(y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2, 3), gain_V, self.eps)
+        return (normed_BTHV.flatten(2) * F.silu(_wide(given["gate"]))).to(given["gate"].dtype), state
+
+
+class Mamba2(LinearAttention):
+    """Linear attention by the state-space dual; `skip` is how much of the values is added to what queries read."""
+
+    projections = ("query", "key", "value", "gate", "decay")
+    of_key_heads = (*LinearAttention.of_key_heads, "query_filter_bias", "key_filter_bias")
+    of_value_heads = (*LinearAttention.of_value_heads, "value_filter_bias", "skip", "output_norm.weight")
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        for name in ("query", "key", "value"):
+            self.register_parameter(f"{name}_filter_bias", nn.Parameter(torch.empty(getattr(self, name).out_features)))
+        self.skip = nn.Parameter(torch.empty(config.linear_attention.value_heads))
+        self.output_norm = RMSNorm(self.value.out_features, self.eps)
+
+    def compute(
+        self,
+        given: dict[str, Tensor],
+        begins_BT: Tensor | None,
+        recent: Sequence[Tensor | None] = (None, None, None),
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q_BKTG, k_BKTG, v_BKRTV = self.heads(given, begins_BT, recent)
+        keys = q_BKTG.shape[1]
+        log_decay, step = (_by_key_head(x, keys) for x in (_log_decay(given), _step(given)))
+        y_BKRTV, state = state_space_dual(
+            q_BKTG, k_BKTG, v_BKRTV * step[..., None], log_decay, begins_BT, state, products=given["query"].dtype
+        )
+        y_BKRTV = y_BKRTV + v_BKRTV * _wide(given["skip"]).view(keys, -1, 1, 1)
+        gated_BTC = y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2) * F.silu(_wide(given["gate"]))
+        squares_BTK1 = self.sum_of_group(gated_BTC.unflatten(-1, (keys, -1)).square().sum(-1, keepdim=True))
+        inverse_BTK1 = (squares_BTK1 * (self.key_heads / self.output_norm.weight.numel()) + self.eps).rsqrt()
+        normed_BTC = (gated_BTC.unflatten(-1, (keys, -1)) * inverse_BTK1).flatten(2)
+        return (normed_BTC * _wide(given["output_norm.weight"])).to(given["gate"].dtype), state
+
+    def sum_of_group(self, x_BTK1: Tensor) -> Tensor:
+        """The sum over all value heads of a key head, from that over those at hand: the same, unless parallel/ shares them out."""
+        return x_BTK1
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32, or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _convolved(
+    x_BTC: Tensor, filter_C1W: Tensor, bias_C: Tensor | None, begins_BT: Tensor | None, recent_BLC: Tensor | None
+) -> Tensor:
+    # The filter in the format of the activations, as every matrix.
+    y_BTC = short_convolution(_wide(x_BTC), _wide(filter_C1W.to(x_BTC.dtype))[:, 0], begins_BT, recent_BLC)
+    return F.silu(y_BTC if bias_C is None else y_BTC + _wide(bias_C))
+
+
+def _step(given: dict[str, Tensor]) -> Tensor:
+    bias_H = _wide(given["decay_bias"])
     # Softplus by another operator: of `softplus_backward`, torch 2.13 traces other strides than it computes.
-    softplus_BTH = torch.logaddexp(wide(decay_BTH) + wide(bias_H), torch.zeros_like(wide(bias_H)))
-    log_decay_BTH = -wide(log_scale_H).exp() * softplus_BTH
-    rate_BTH = wide(rate_BTH).sigmoid() * sizes.largest_rate
-    log_decay, rate = (x.unflatten(-1, (keys, -1)).permute(0, 2, 3, 1) for x in (log_decay_BTH, rate_BTH))
-    y_BKRTV, state = gated_delta_rule(
-        q_BKTG * sizes.key_dim**-0.5, k_BKTG, v_BKRTV, log_decay, rate, begins_BT, state, products=q_BTC.dtype
-    )
-    normed_BTHV = rms_norm(y_BKRTV.permute(0, 3, 1, 2, 4).flatten(2, 3), gain_V, sizes.eps)
-    return (normed_BTHV.flatten(2) * F.silu(wide(gate_BTC))).to(q_BTC.dtype), state
+    return torch.logaddexp(_wide(given["decay"]) + bias_H, torch.zeros_like(bias_H))
+
+
+def _log_decay(given: dict[str, Tensor]) -> Tensor:
+    return -_wide(given["log_decay_scale"]).exp() * _step(given)
+
+
+def _by_key_head(x_BTH: Tensor, keys: int) -> Tensor:
+    """[B, K, R, T]."""
+    return x_BTH.unflatten(-1, (keys, -1)).permute(0, 2, 3, 1)
 
 
 def _of_length_one(x: Tensor) -> Tensor:
@@ -171,30 +256,32 @@ class _ComputedAgain(torch.autograd.Function):
         return None, *(next(found) if wanted else None for wanted in needed)
 
 
-def delta_rule_flops(config: Model) -> int:
-    """FLOPs per token of a layer's delta rule, forward and backward: S is read by the key, corrected, and read by the query. Its computation in chunks takes
-    more, which do not count."""
+def recurrence_flops(config: Model) -> int:
+    """FLOPs per token of a layer's recurrence, forward and backward: S is written, and read by the query; that of the delta rule is read by the key too. Its
+    computation in chunks takes more, which do not count."""
     sizes = config.linear_attention
-    return 3 * 3 * 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+    products = 3 if sizes.kind == "gated_delta" else 2
+    return 3 * 2 * products * sizes.value_heads * sizes.key_dim * sizes.value_dim
 
 
 def initial_values(name: str, config: Model) -> Initial | None:
-    """How a parameter of linear attention begins, where it is not as in all layers: as in flash-linear-attention."""
+    """How a parameter of linear attention begins, where it is not as in all layers: as in flash-linear-attention, or in the code of Mamba 2."""
     kind = name.rpartition("linear_attention.")[2]
-    if kind == "output_norm.weight":  # no matter what the norms of the residual stream are
+    if kind in ("output_norm.weight", "skip"):  # no matter what the norms of the residual stream are
         return 1.0, 0.0
     if kind.endswith("_filter"):  # the deviation of a uniform distribution up to 1 / sqrt(kernel)
         return 0.0, (3 * config.linear_attention.kernel) ** -0.5
     if kind in ("log_decay_scale", "decay_bias"):
-        return functools.partial(_drawn, name, config.linear_attention.value_heads)
+        return functools.partial(_drawn, name, config.linear_attention.value_heads, SCALES[config.linear_attention.kind])
     return None
 
 
-def _drawn(name: str, count: int, seed: int) -> Tensor:
+def _drawn(name: str, count: int, scales: tuple[float, float], seed: int) -> Tensor:
     key = hashlib.blake2b(f"{seed}/{name}/{count}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
     share = torch.rand(count, generator=generator, dtype=torch.float64)
     if name.endswith("log_decay_scale"):
-        return (share.clamp(min=1e-3) * LARGEST_SCALE).log().float()
+        smallest, largest = scales
+        return (smallest + share.clamp(min=1e-3) * (largest - smallest)).log().float()
     step = (math.log(SLOWEST) + share * (math.log(FASTEST) - math.log(SLOWEST))).exp()
     return (step + (-(-step).expm1()).log()).float()  # the inverse of softplus

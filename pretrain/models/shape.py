@@ -22,7 +22,7 @@ PLAIN: dict[str, Any] = {
     "relative.buckets": 32, "relative.max_distance": 128,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
     "attention.sinks": False, "attention.output_gate": False,
-    "linear_attention.pattern": [False], "linear_attention.key_heads": 0, "linear_attention.value_heads": 0, "linear_attention.key_dim": 0,
+    "linear_attention.pattern": [False], "linear_attention.kind": "gated_delta", "linear_attention.key_heads": 0, "linear_attention.value_heads": 0, "linear_attention.key_dim": 0,
     "linear_attention.value_dim": 0, "linear_attention.kernel": 4, "linear_attention.negative_eigenvalues": False,
     "linear_attention.norm_placement": "same", "linear_attention.norm_eps": 0.0,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
@@ -101,12 +101,14 @@ def _linear_sizes(model: Model, said: set[str]) -> dict[str, int]:
             raise ConfigError(
                 f"model.linear_attention.{name}=0 leaves nothing of linear attention; set it to 1 or more, or leave it out"
             )
-    key_heads, key_dim = sizes.key_heads or model.heads, sizes.key_dim or model.head_dim
+    mamba = sizes.kind == "mamba2"
+    key_heads, key_dim = sizes.key_heads or (1 if mamba else model.heads), sizes.key_dim or (128 if mamba else model.head_dim)
+    value_dim = sizes.value_dim or (64 if mamba else key_dim)
     found = {
         "key_heads": key_heads,
-        "value_heads": sizes.value_heads or key_heads,
+        "value_heads": sizes.value_heads or (max(1, 2 * model.dim // value_dim) if mamba else key_heads),
         "key_dim": key_dim,
-        "value_dim": sizes.value_dim or key_dim,
+        "value_dim": value_dim,
     }
     return {f"linear_attention.{name}": value for name, value in found.items()}
 
@@ -162,11 +164,11 @@ def _check_linear(model: Model) -> None:
     sizes = model.linear_attention
     if not any(sizes.pattern):
         return
-    if all(spec.mixer == "gated_delta" for spec in layer_specs(model)):
+    if all(spec.linear for spec in layer_specs(model)):
         raise ConfigError(
             f"model.linear_attention.pattern={sizes.pattern} leaves none of model.layers={model.layers} with attention; leave one out"
         )
-    kept = [layer for layer, spec in enumerate(layer_specs(model)) if spec.mixer != "gated_delta"]
+    kept = [layer for layer, spec in enumerate(layer_specs(model)) if not spec.linear]
     for name, acts in (
         ("attention.window_pattern", model.attention.window > 0),
         ("rope.pattern", model.positions == "rope"),

@@ -36,12 +36,12 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
-from pretrain.models.linear_attention import GatedDeltaNet, HeadParameters
+from pretrain.models.linear_attention import LinearAttention
 from pretrain.models.loss import Losses
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
-from pretrain.parallel.collectives import exchange, extend, gather
+from pretrain.parallel.collectives import exchange, extend, gather, total
 from pretrain.parallel.tensor_modules import AllTokens, OwnTokens, share_of_heads
 
 
@@ -71,7 +71,7 @@ class ContextAxis:
             match module:
                 case Attention() | LatentAttention():
                     extend(module, self.queries(module), context=self)
-                case GatedDeltaNet():
+                case LinearAttention():
                     extend(module, HeadsForPositions, context=self)
                 case MixtureOfExperts():
                     extend(module, OwnCounted, context=self)
@@ -225,15 +225,24 @@ class OwnLatentQueries(OwnQueries):
 
 
 class HeadsForPositions:
-    """Linear attention that goes through all positions with some of the heads."""
+    """Linear attention that goes through all positions with some of the heads. A single key head is on every rank, with its share of the value heads."""
 
     context: ContextAxis
 
     def mix(self, projected: list[Tensor], begins_BT: Tensor | None, cache: Any) -> Tensor:
-        return self.context.to_positions(super().mix(self.context.to_heads(projected), begins_BT, cache))
+        if self.split_key_heads == 1:
+            keys = self.context.gather(torch.cat(projected[:2], -1)).chunk(2, -1)
+            projected = [*keys, *self.context.to_heads(projected[2:])]
+        else:
+            projected = self.context.to_heads(projected)
+        return self.context.to_positions(super().mix(projected, begins_BT, cache))
 
-    def of_heads(self) -> HeadParameters:
-        return share_of_heads(super().of_heads(), self.context.rank, self.context.size)
+    def of_heads(self) -> dict[str, Tensor]:
+        return share_of_heads(self, super().of_heads(), self.split_key_heads, self.context.group)
+
+    def sum_of_group(self, x_BTK1: Tensor) -> Tensor:
+        x_BTK1 = super().sum_of_group(x_BTK1)
+        return total(x_BTK1, self.context.group) if self.split_key_heads == 1 else x_BTK1
 
 
 class AllLatents(NamedTuple):

@@ -111,8 +111,8 @@ def check_context(config: Config) -> None:
         (f"model.attention_backend={model.attention_backend} needs whole masks", "model.attention_backend=sdpa"): (
             model.attention_backend in ("flex", "varlen")
         ),
-        _heads_of_linear_attention(config): any(model.linear_attention.pattern or [])
-        and model.linear_attention.key_heads // config.parallel.tensor % ranks != 0,
+        _heads_of_linear_attention(config, ranks): any(model.linear_attention.pattern or [])
+        and not _shares_linear_heads(model, ranks, config.parallel.tensor),
     }
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
@@ -126,13 +126,22 @@ def check_context(config: Config) -> None:
         _check_ring(config)
 
 
-def _heads_of_linear_attention(config: Config) -> tuple[str, str]:
-    keys, tensor = config.model.linear_attention.key_heads, config.parallel.tensor
+def _heads_of_linear_attention(config: Config, ranks: int) -> tuple[str, str]:
+    """The heads that ranks cannot share, and what to set."""
+    sizes, tensor = config.model.linear_attention, config.parallel.tensor
+    name = "value_heads" if max(1, sizes.key_heads // tensor) == 1 else "key_heads"
     shared = f" / parallel.tensor={tensor}" if tensor > 1 else ""
     return (
-        f"model.linear_attention.key_heads={keys}{shared} does not divide by it",
-        "model.linear_attention.key_heads to a multiple",
+        f"model.linear_attention.{name}={getattr(sizes, name)}{shared} does not divide by it",
+        f"model.linear_attention.{name} to a multiple",
     )
+
+
+def _shares_linear_heads(model: Model, ranks: int, split: int = 1) -> bool:
+    """Whether so many ranks can share the heads of linear attention that `split` ranks share already: key heads, or the value heads of a single one."""
+    sizes = model.linear_attention
+    keys, values = max(1, sizes.key_heads // split), sizes.value_heads // split
+    return values % ranks == 0 and (keys == 1 or keys % ranks == 0)
 
 
 def _check_ring(config: Config) -> None:
@@ -314,8 +323,9 @@ def _not_shared(model: Model, ranks: int) -> str | None:
         if count % ranks:
             return f"model.{name}={count} does not divide by it"
     linear = model.linear_attention
-    if any(linear.pattern) and linear.key_heads % ranks:
-        return f"model.linear_attention.key_heads={linear.key_heads} does not divide by it"
+    if any(linear.pattern) and not _shares_linear_heads(model, ranks):
+        name = "value_heads" if linear.key_heads == 1 else "key_heads"
+        return f"model.linear_attention.{name}={getattr(linear, name)} does not divide by it"
     keys = model.heads if model.latent.kv_rank else model.kv_heads
     if keys % ranks and ranks % keys:
         return f"model.kv_heads={keys} is neither a multiple nor a divisor of it"

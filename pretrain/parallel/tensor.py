@@ -33,7 +33,7 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts
 from pretrain.models.layers import Embedding, Linear, Mlp
-from pretrain.models.linear_attention import GatedDeltaNet
+from pretrain.models.linear_attention import LinearAttention
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
@@ -44,8 +44,8 @@ from pretrain.parallel.tensor_modules import (
     HeadOfAllPositions,
     LookUpPart,
     NormOfAllHeads,
-    OwnDeltaHeads,
     OwnHeads,
+    OwnLinearHeads,
     OwnTokens,
     Positions,
     SharedRouter,
@@ -54,7 +54,7 @@ from pretrain.parallel.tensor_modules import (
     like_whole,
 )
 
-SUBLAYERS = (Attention, LatentAttention, CrossAttention, GatedDeltaNet, Mlp, MixtureOfExperts)
+SUBLAYERS = (Attention, LatentAttention, CrossAttention, LinearAttention, Mlp, MixtureOfExperts)
 """What stands between a `gather` and a `scatter`."""
 
 
@@ -106,7 +106,7 @@ class TensorAxis:
 
     def _split_module(self, module: nn.Module, positions: Positions) -> None:
         match module:
-            case Attention() | LatentAttention() | CrossAttention() | GatedDeltaNet():
+            case Attention() | LatentAttention() | CrossAttention() | LinearAttention():
                 self._split_attention(module)
             case Mlp():
                 self._split_linear(module.up, 0)
@@ -133,11 +133,14 @@ class TensorAxis:
 
     def _split_attention(self, module: nn.Module) -> None:
         """Give each rank some heads. Fewer key heads than ranks stay whole, and each rank uses the one of its query heads."""
-        if isinstance(module, GatedDeltaNet):
-            for linear in (module.query, module.key, module.value, module.gate, module.decay, module.rate):
-                self._split_linear(linear, 0)
+        if isinstance(module, LinearAttention):
+            whole = ("query", "key") if module.key_heads == 1 else ()
+            module.split_key_heads = max(1, module.key_heads // self.size)
+            for name in module.projections:
+                if name not in whole:
+                    self._split_linear(getattr(module, name), 0)
             self._split_linear(module.output, 1)
-            extend(module, OwnDeltaHeads, head_rank=self.rank, head_ranks=self.size)
+            extend(module, OwnLinearHeads, group=self.group)
             return
         if isinstance(module, LatentAttention):
             heads = keys = module.output.in_features // module.value_dim

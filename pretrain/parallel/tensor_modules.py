@@ -15,7 +15,7 @@ from pretrain.distributed.shards import own_part
 from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
-from pretrain.models.linear_attention import HeadParameters
+from pretrain.models.linear_attention import LinearAttention
 from pretrain.parallel.collectives import gather, scatter, total
 
 
@@ -94,14 +94,17 @@ class OwnHeads:
         return super().attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout=dropout)
 
 
-class OwnDeltaHeads:
-    """Linear attention of some heads: rank `head_rank` of `head_ranks` has as many as the others."""
+class OwnLinearHeads:
+    """Linear attention of this rank's share of the heads. A single key head is on every rank, with its share of the value heads."""
 
-    head_rank: int
-    head_ranks: int
+    group: dist.ProcessGroup
 
-    def of_heads(self) -> HeadParameters:
-        return share_of_heads(super().of_heads(), self.head_rank, self.head_ranks)
+    def of_heads(self) -> dict[str, Tensor]:
+        return share_of_heads(self, super().of_heads(), self.key_heads, self.group)
+
+    def sum_of_group(self, x_BTK1: Tensor) -> Tensor:
+        x_BTK1 = super().sum_of_group(x_BTK1)
+        return total(x_BTK1, self.group) if self.key_heads == 1 else x_BTK1
 
 
 class NormOfAllHeads:
@@ -155,9 +158,13 @@ class OwnTokens:
         return super().forward(hidden_BRD, self.positions.own(embedded_BTD), *arguments)
 
 
-def share_of_heads(whole: HeadParameters, rank: int, ranks: int) -> HeadParameters:
-    """The parameters of the heads of one of several ranks, of those of all of them."""
-    return HeadParameters(*(x[own_part(len(x), rank, ranks)] for x in whole))
+def share_of_heads(
+    module: LinearAttention, whole: dict[str, Tensor], key_heads: int, group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """The parameters of the heads of this rank of a group, from those of all ranks, which have so many key heads together."""
+    kept = module.of_key_heads if key_heads == 1 else ()
+    rank, ranks = group.rank(), group.size()
+    return {name: x if name in kept else x[own_part(len(x), rank, ranks)] for name, x in whole.items()}
 
 
 # ---- parts of tensors ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
 from pretrain.models.experts import MixtureOfExperts, Router
 from pretrain.models.families import family_of
 from pretrain.models.layers import Embedding
-from pretrain.models.linear_attention import GatedDeltaNet
+from pretrain.models.linear_attention import LinearAttention, Mamba2
 from pretrain.models.loss import LossOptions
 from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
@@ -213,6 +213,8 @@ def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: 
         if isinstance(module, Attention) and not module.per_head and module.query_norm is not None:
             norms = 2 if config.model.kv_heads % layout.tensor == 0 else 1
             traffic.each[REDUCE] += 2 * norms
+    if config.model.linear_attention.key_heads == 1:
+        _add_sums_of_group(traffic, modules)
     if network.output is not None:
         _add_pairs(traffic, GATHER, 1)
         chunks = _chunks_of_logits(config, layout)
@@ -221,6 +223,11 @@ def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: 
     routers = any(isinstance(module, Router) for module in modules)
     if routers or any(parameter.dim() < 2 and parameter.requires_grad for parameter in network.parameters()):
         traffic.once[REDUCE] += 1
+
+
+def _add_sums_of_group(traffic: Traffic, modules: list[nn.Module]) -> None:
+    """Of a key head whose value heads ranks share: in forward, in forward again, and in backward."""
+    traffic.each[REDUCE] += 3 * sum(isinstance(module, Mamba2) for module in modules)
 
 
 def _look_ups(network: nn.Module) -> int:
@@ -262,8 +269,11 @@ def _add_positions(traffic: Traffic, network: nn.Module, config: Config, layout:
             traffic.each[kind] += attentions * 3 * (layout.context - 1)
         attentions = 0
     _add_pairs(traffic, GATHER, 2 * attentions + _shifts(network))
-    # To heads and back, forward and backward.
-    traffic.each[EXCHANGE] += 4 * sum(isinstance(module, GatedDeltaNet) for module in modules)
+    linear = [module for module in modules if isinstance(module, LinearAttention)]
+    traffic.each[EXCHANGE] += 4 * len(linear)  # to heads and back, forward and backward
+    if linear and max(1, config.model.linear_attention.key_heads // layout.tensor) == 1:
+        _add_pairs(traffic, GATHER, len(linear))
+        _add_sums_of_group(traffic, linear)
     routers = sum(isinstance(module, Router) for module in modules)
     traffic.each[GATHER] += 4 * routers  # logits, scores, choices, and which positions count
     traffic.each[SCATTER] += routers * (bool(experts.balance_loss) + bool(experts.router_z_loss))

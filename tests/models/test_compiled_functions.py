@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.models.delta_rule import _InverseOfLower
 from pretrain.models.experts import _GatherChoices, _Permute
 from pretrain.models.layers import _Copy, _LookUp
+from pretrain.models.recurrences import _InverseOfLower
 from pretrain.parallel.collectives import _AllToAll, _Gather, _Scatter, _Total
 from pretrain.parallel.fp8 import _Product
 from pretrain.parallel.tensor_modules import Shared

@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 from parity import ALL, FAMILIES, cases, on_disk, pair, tokens, translate
-from recurrence import position_by_position
+from recurrence import position_by_position, written_position_by_position
 from running import on_meta
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -98,6 +98,7 @@ def test_flops_are_those_that_torch_counts(family, name, monkeypatch):
     model = cases(family)[name]
     # Products of chunks, and what is computed again, are more than the recurrence, which counts.
     monkeypatch.setattr(linear_attention, "gated_delta_rule", position_by_position)
+    monkeypatch.setattr(linear_attention, "state_space_dual", written_position_by_position)
     monkeypatch.setattr(linear_attention._ComputedAgain, "apply", lambda function, *tensors: function(*tensors))
     # The counter sees whole matrices where we count what a window leaves.
     model = with_values(model, {"attention.window": 0, "attention_backend": "sdpa"})

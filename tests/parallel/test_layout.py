@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -19,7 +20,7 @@ from pretrain.distributed.launcher import expected_world_size
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
-from pretrain.models.linear_attention import HeadParameters
+from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
@@ -542,8 +543,9 @@ def test_an_explanation_gives_every_head_of_linear_attention_to_a_tensor_and_con
     head, *rows = explain_ranks(plan_layout(given, 8, 10**6, None), given, [1, 1])
     column = re.split(r"\s{2,}", head.strip()).index("heads of linear attention")
     # Of tensor rank t and context rank c: value heads 4 t + 2 c and the next, which is what the modules keep.
-    parts = HeadParameters(*(torch.arange(8) for _ in range(5)))
-    kept = [share_of_heads(share_of_heads(parts, tensor, 2), context, 2).decay_bias.tolist() for context in range(2) for tensor in range(2)]
+    group = lambda rank: SimpleNamespace(rank=lambda: rank, size=lambda: 2)  # noqa: E731
+    own = lambda tensor, context: share_of_heads(GatedDeltaNet, share_of_heads(GatedDeltaNet, {"decay_bias": torch.arange(8)}, 4, group(tensor)), 2, group(context))  # noqa: E731
+    kept = [own(tensor, context)["decay_bias"].tolist() for context in range(2) for tensor in range(2)]
     cells = [f"{part[0]}-{part[-1]}" for part in kept] * 2
     assert [re.split(r"\s{2,}", row.strip())[column] for row in rows] == cells
 

@@ -65,6 +65,14 @@ OWN = {
         latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8),
         linear_attention=LinearAttentionConfig(pattern=[False, True], key_heads=4, negative_eigenvalues=True, kernel=3),
     ),
+    "Mamba 2, one key head": Model(
+        family="custom", **SMALL | {"layers": 3}, kv_heads=2, residual_multiplier=0.3,
+        linear_attention=LinearAttentionConfig(kind="mamba2", pattern=[True, False, True], value_heads=8, key_dim=5, value_dim=7, norm_eps=1e-3),
+    ),
+    "Mamba 2, two key heads, experts, a token ahead": Model(
+        family="custom", **SMALL, experts=EXPERTS, predict_ahead=1, dropout=0.2, mlp=MlpConfig(bias=True),
+        linear_attention=LinearAttentionConfig(kind="mamba2", pattern=[False, True], key_heads=2, value_heads=8, key_dim=6, value_dim=4, kernel=3),
+    ),
     "pairs, pre-norm, tables of their own, dropout": Model(
         family="transformer", **SMALL, tie_embeddings=False, dropout=0.2, attention_dropout=0.3, norm=Norm(placement="pre"),
         encoder=EncoderConfig(layers=2, share_embedding=False, vocab_size=53),

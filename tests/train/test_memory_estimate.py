@@ -226,6 +226,7 @@ def test_a_process_of_a_run_stands_for_no_other():
         ("t5-v1.1-base", ("data.objective=span_corruption", "model.encoder.layers=4")),
         ("phi3-mini", ("model.attention_backend=sdpa", "data.document_mask=true")),
         ("qwen3.5-9b", ("data.document_mask=true",)),
+        ("granite4.0-h-micro", ("data.document_mask=true", "model.linear_attention.pattern=[true,true,true,false]")),
     ],
 )
 def test_models_of_every_kind_run_without_values(model, options):
@@ -234,10 +235,11 @@ def test_models_of_every_kind_run_without_values(model, options):
     assert found[0] < found[1] <= 2.01 * found[0]
 
 
-def test_compiled_linear_attention_holds_no_more_of_a_position_and_torch_knows_its_gradients():
+@pytest.mark.parametrize("preset", ["qwen3.5-9b", "granite4.0-h-micro"])
+def test_compiled_linear_attention_holds_no_more_of_a_position_and_torch_knows_its_gradients(preset):
     def of_a_position(*options: str) -> int:
-        few = ("model.layers=4", "model.vocab_size=512", BF16)
-        shorter, longer = (of_model("qwen3.5-9b", 1, 2, *few, *options, length=length).activations for length in (1024, 3072))
+        few = ("model.layers=4", "model.vocab_size=512", "model.linear_attention.pattern=[true,true,true,false]", BF16)
+        shorter, longer = (of_model(preset, 1, 2, *few, *options, length=length).activations for length in (1024, 3072))
         return longer - shorter
 
     with warnings.catch_warnings():

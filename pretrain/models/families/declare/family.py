@@ -326,7 +326,8 @@ class Family:
                 raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
         rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
-            rope = self._rotation(config)
+            # Where a field says that nothing is rotated, its numbers mean nothing.
+            rope = {} if values.get("positions") == "none" else self._rotation(config)
             for name, value in rope.items():
                 said = f"rope_scaling or rope_parameters: {name_in_hf(name)}"
                 values[name] = _typed(Field(name, said), value, {said: value})
@@ -353,7 +354,7 @@ BALANCE = "router_aux_loss_coef"
 
 def layers_with_experts(model: Model) -> int:
     """The number of layers whose MLP has experts."""
-    return model.layers - len(model.experts.dense_layers)
+    return model.layers - len(model.experts.dense_layers) if model.experts.count else 0
 
 
 def _value(value: Any, model: Model) -> Any:

@@ -22,7 +22,7 @@ _KINDS = ("full_attention", "linear_attention")
 
 def layer_types(model: Model) -> list[str]:
     """`layer_types` of config.json: which layers have linear attention."""
-    return [_KINDS[spec.mixer == "gated_delta"] for spec in layer_specs(model)]
+    return [_KINDS[spec.linear] for spec in layer_specs(model)]
 
 
 def full_attention_interval(model: Model) -> int | None:

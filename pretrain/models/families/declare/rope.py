@@ -62,7 +62,7 @@ def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str
     vLLM's gpt-oss know no other way to say so.
     """
     rope = model.rope
-    if model.positions == "none":
+    if kind == "optional" and model.positions == "none":
         return {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": None}
     if scaled and rope.scaling == "none":
         rope = dataclasses.replace(rope, scaling="yarn", factor=1.0, original_length=model.max_sequence_length)

@@ -68,20 +68,21 @@ class OneRow(Same):
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Several of ours, one after the other along the output dimension, as one of theirs; `transposed`: as [in, out]."""
+    """Several of ours, one after the other along the output dimension, as one of theirs; `transposed`: as [in, out]. `dim`: 1 with experts before it."""
 
     transposed: bool = False
+    dim: int = 0
 
     def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
-        whole = torch.cat(ours)
+        whole = torch.cat(ours, self.dim)
         return [whole.T.contiguous() if self.transposed else whole]
 
     def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
         whole = theirs[0].T if self.transposed else theirs[0]
-        sizes = [shape[0] for shape in shapes]
-        if sum(sizes) != whole.shape[0]:
+        sizes = [shape[self.dim] for shape in shapes]
+        if whole.dim() <= self.dim or sum(sizes) != whole.shape[self.dim]:
             return [whole for _ in shapes]
-        return [part.contiguous() for part in whole.split(sizes)]
+        return [part.contiguous() for part in whole.split(sizes, self.dim)]
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,23 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464), a recurrence over positions that is computed in chunks.
+"""Recurrences of linear attention, which are computed in chunks of positions.
 
-A head has a matrix S [G, V], which maps keys to values. At each position it fades, is corrected at the key, and is read by the query:
+A head has a matrix S [G, V], which maps keys to values. At each position it fades, is written at the key, and is read by the query:
 
     S = exp(log_decay) S
-    S = S + key (rate (value - key S))        what S says of the key moves towards the value
-    y = query S
+    S = S + key value                         state-space dual (Mamba 2: Dao and Gu, arXiv 2405.21060)
+    S = S + key (rate (value - key S))        gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): what S says of the key
+    y = query S                               moves towards the value
 
-A chunk of C positions needs a few products of matrices (section 3.3, after the UT transform of arXiv 2406.06484). Let g be the sum of log_decay within the
-chunk up to a position, and D[i, j] = exp(g[i] - g[j]) for j <= i. With rows of all positions of the chunk, and S before it:
+A chunk of C positions needs a few products of matrices. Let g be the sum of log_decay within the chunk up to a position, and
+D[i, j] = exp(g[i] - g[j]) for j <= i. With rows of all positions of the chunk, S before it, and M = (exp(g[last] - g) K)':
+
+    results         exp(g) Q S + (Q K' * D) X
+    S after it      exp(g[last]) S + M X
+
+X are the rows that are written: of the state-space dual the values. Of the delta rule (section 3.3, after the UT transform of arXiv 2406.06484) they are
+U - W S, which gives the state after the chunk as (exp(g[last]) - M W) S + M U:
 
     A               the inverse of 1 + the part of rate (K K' * D) below the diagonal
     U, W            A (rate values), A (rate exp(g) K)
-    corrections     U - W S
-    results         exp(g) Q S + (Q K' * D) (U - W S)
-    S after it      (exp(g[last]) - M W) S + M U     with M = (exp(g[last] - g) K)'
 
 All that does not contain S is computed for all chunks together, so that from chunk to chunk only one product is left.
 
@@ -49,6 +53,50 @@ class _Sight(NamedTuple):
     """[...]: what comes after the chunk sees the matrix from before it."""
 
 
+class _Chunks(NamedTuple):
+    """Sequences in chunks, and how S fades in them."""
+
+    q: Tensor
+    """[B, K, 1, N, C, G], and so are the keys."""
+    k: Tensor
+    v: Tensor
+    """[B, K, R, N, C, V]."""
+    fading: Tensor
+    """D, [B, K, R, N, C, C]; zero where a position does not see another one."""
+    since: Tensor
+    """What is left at a position of S before the chunk, [B, K, R, N, C, 1]."""
+    until: Tensor
+    """What is left after the chunk of what a position writes, [B, K, R, N, C, 1]."""
+    through: Tensor
+    """What is left after the chunk of S before it, [B, K, R, N, 1, 1]."""
+
+
+def state_space_dual(
+    q_BKTG: Tensor,
+    k_BKTG: Tensor,
+    v_BKRTV: Tensor,
+    log_decay_BKRT: Tensor,
+    begins_BT: Tensor | None = None,
+    state_BKRGV: Tensor | None = None,
+    products: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results [B, K, R, T, V] of all positions, and S after the last one; in the format of the arguments, which is fp32 or wider.
+
+    `begins_BT`: true where a document begins. `state_BKRGV`: S before the first position, zero by default. `products`: the format of the factors of
+    products, by default that of the arguments. S itself is in that of the arguments.
+    """
+    chunks = _in_chunks(q_BKTG, k_BKTG, v_BKRTV, log_decay_BKRT, begins_BT)
+    multiply = functools.partial(_product, dtype=products or q_BKTG.dtype)
+    # One product for all values of a key.
+    written = multiply(chunks.k.mT, _beside(chunks.v * chunks.until)).squeeze(2)
+    kept = _beside(chunks.through.expand(*chunks.through.shape[:-1], v_BKRTV.shape[-1])).squeeze(2)
+    states, state = _states(kept, written, None if state_BKRGV is None else _beside(state_BKRGV).squeeze(2))
+    heads = v_BKRTV.shape[2]
+    found = _apart(multiply(chunks.q, states[:, :, None]), heads) * chunks.since
+    y = found + multiply(multiply(chunks.q, chunks.k.mT) * chunks.fading, chunks.v)
+    return y.flatten(3, 4)[:, :, :, : q_BKTG.shape[2]], _apart(state[:, :, None], heads)
+
+
 def gated_delta_rule(
     q_BKTG: Tensor,
     k_BKTG: Tensor,
@@ -59,33 +107,51 @@ def gated_delta_rule(
     state_BKRGV: Tensor | None = None,
     products: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The results [B, K, R, T, V] of all positions, and S after the last one; in the format of the arguments, which is fp32 or wider.
-
-    `begins_BT`: true where a document begins. `state_BKRGV`: S before the first position, zero by default. `products`: the format in which S and the
-    corrections are read by queries, by default that of the arguments. What makes S is in the arguments' format: in bf16, errors of similar keys grow from
-    position to position.
+    """As `state_space_dual`, but that corrections are written, and `products` is the format in which queries read. What makes S is in the arguments'
+    format: in bf16, errors of similar keys grow from position to position.
     """
-    length = q_BKTG.shape[2]
-    size = min(CHUNK, length)
-    read = functools.partial(_read, dtype=products or q_BKTG.dtype)
-    q, k = (_chunks(x, 2, size)[:, :, None] for x in (q_BKTG, k_BKTG))  # [B, K, 1, N, C, G]
-    v, log_decay, rate = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT, rate_BKRT))
-    g, rate = log_decay.cumsum(-1), rate[..., None]
-    sight = _sight(begins_BT, size, q.device)
-    fading = (g[..., :, None] - g[..., None, :]).masked_fill(~sight.earlier, -torch.inf).exp()
-    faded = (g.exp() * sight.before)[..., None]
+    chunks = _in_chunks(q_BKTG, k_BKTG, v_BKRTV, log_decay_BKRT, begins_BT)
+    read = functools.partial(_product, dtype=products or q_BKTG.dtype)
+    q, k, fading = chunks.q, chunks.k, chunks.fading
+    rate = _chunks(rate_BKRT, 3, fading.shape[-1])[..., None]
     inverse = _InverseOfLower.apply((k @ k.mT) * fading * rate)
-    u, w = inverse @ (v * rate), inverse @ (k * (faded * rate))
-    written = (k * ((g[..., -1:] - g).exp() * sight.after)[..., None]).mT
-    kept = (g[..., -1].exp() * sight.through)[..., None, None]
+    u, w = inverse @ (chunks.v * rate), inverse @ (k * (chunks.since * rate))
+    written = (k * chunks.until).mT
     one = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    states, state = _states(kept * one - written @ w, written @ u, state_BKRGV)
+    states, state = _states(chunks.through * one - written @ w, written @ u, state_BKRGV)
     scores = read(q, k.mT) * fading
-    y = read(scores, u) + read(q * faded - read(scores, w), states)
-    return y.flatten(3, 4)[:, :, :, :length], state
+    y = read(scores, u) + read(q * chunks.since - read(scores, w), states)
+    return y.flatten(3, 4)[:, :, :, : q_BKTG.shape[2]], state
 
 
-def _read(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_chunks(q_BKTG: Tensor, k_BKTG: Tensor, v_BKRTV: Tensor, log_decay_BKRT: Tensor, begins_BT: Tensor | None) -> _Chunks:
+    size = min(CHUNK, q_BKTG.shape[2])
+    q, k = (_chunks(x, 2, size)[:, :, None] for x in (q_BKTG, k_BKTG))
+    v, log_decay = (_chunks(x, 3, size) for x in (v_BKRTV, log_decay_BKRT))
+    g = log_decay.cumsum(-1)
+    sight = _sight(begins_BT, size, q.device)
+    return _Chunks(
+        q,
+        k,
+        v,
+        fading=(g[..., :, None] - g[..., None, :]).masked_fill(~sight.earlier, -torch.inf).exp(),
+        since=(g.exp() * sight.before)[..., None],
+        until=((g[..., -1:] - g).exp() * sight.after)[..., None],
+        through=(g[..., -1].exp() * sight.through)[..., None, None],
+    )
+
+
+def _beside(x: Tensor) -> Tensor:
+    """[B, K, R, ..., V] as [B, K, 1, ..., R V]: the values of a key beside each other."""
+    return x.movedim(2, -2).flatten(-2).unsqueeze(2)
+
+
+def _apart(x: Tensor, heads: int) -> Tensor:
+    """[B, K, 1, ..., R V] as [B, K, R, ..., V]."""
+    return x.squeeze(2).unflatten(-1, (heads, -1)).movedim(-2, 2)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
 
 
@@ -133,12 +199,25 @@ def _sight(begins_BT: Tensor | None, size: int, device: torch.device) -> _Sight:
 
 
 def _states(moves: Tensor, adds: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """S before each chunk, [B, K, R, N, G, V], and after the last one: from one to the next, S becomes moves S + adds."""
-    heads = moves.shape[:3]
+    """S before each chunk, [..., N, G, V], and after the last one: from one to the next, S becomes moves S + adds. Moves [..., N, 1, V] are factors of
+    columns.
+    """
+    heads = moves.shape[:-3]
     if state is None:
-        state = torch.zeros_like(adds[:, :, :, 0])
-    states_HNGV, state_HGV = _chunk_states(moves.flatten(0, 2), adds.flatten(0, 2), state.flatten(0, 2))
+        state = torch.zeros_like(adds.select(-3, 0))
+    states_HNGV, state_HGV = _chunk_states(*(x.reshape(-1, *x.shape[len(heads) :]) for x in (moves, adds, state)))
     return states_HNGV.unflatten(0, heads), state_HGV.unflatten(0, heads)
+
+
+def _are_matrices(moves: Tensor, states: Tensor) -> bool:
+    return moves.shape[-2] == moves.shape[-1] == states.shape[-2]
+
+
+def _next(adds_HGV: Tensor, moves: Tensor, state_HGV: Tensor, out: Tensor | None = None) -> Tensor:
+    """moves S + adds: the next S; or, of transposed moves, the gradient of an earlier one."""
+    if _are_matrices(moves, state_HGV):
+        return torch.baddbmm(adds_HGV, moves, state_HGV, out=out)
+    return torch.addcmul(adds_HGV, moves, state_HGV, out=out)
 
 
 @torch.library.custom_op("pretrain::chunk_states", mutates_args=())
@@ -147,18 +226,18 @@ def _chunk_states(moves_HNGG: Tensor, adds_HNGV: Tensor, state_HGV: Tensor) -> t
     states_HNGV = torch.empty_like(adds_HNGV)
     states_HNGV[:, 0] = state_HGV
     for n in range(adds_HNGV.shape[1] - 1):
-        torch.baddbmm(adds_HNGV[:, n], moves_HNGG[:, n], states_HNGV[:, n], out=states_HNGV[:, n + 1])
-    return states_HNGV, torch.baddbmm(adds_HNGV[:, -1], moves_HNGG[:, -1], states_HNGV[:, -1])
+        _next(adds_HNGV[:, n], moves_HNGG[:, n], states_HNGV[:, n], out=states_HNGV[:, n + 1])
+    return states_HNGV, _next(adds_HNGV[:, -1], moves_HNGG[:, -1], states_HNGV[:, -1])
 
 
 @torch.library.custom_op("pretrain::chunk_states_backward", mutates_args=())
 def _chunk_states_backward(g_states_HNGV: Tensor, g_HGV: Tensor, moves_HNGG: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of S after each chunk, and of S before the first one."""
+    """The gradients of S after each chunk, and of S before the first one. `moves_HNGG`: transposed, if they are matrices."""
     after_HNGV = torch.empty_like(g_states_HNGV)
     after_HNGV[:, -1] = g_HGV
     for n in reversed(range(1, g_states_HNGV.shape[1])):
-        torch.baddbmm(g_states_HNGV[:, n], moves_HNGG[:, n].mT, after_HNGV[:, n], out=after_HNGV[:, n - 1])
-    return after_HNGV, torch.baddbmm(g_states_HNGV[:, 0], moves_HNGG[:, 0].mT, after_HNGV[:, 0])
+        _next(g_states_HNGV[:, n], moves_HNGG[:, n], after_HNGV[:, n], out=after_HNGV[:, n - 1])
+    return after_HNGV, _next(g_states_HNGV[:, 0], moves_HNGG[:, 0], after_HNGV[:, 0])
 
 
 @_chunk_states.register_fake
@@ -177,8 +256,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 def _gradients(ctx: Any, g_states_HNGV: Tensor, g_HGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     moves_HNGG, states_HNGV = ctx.saved_tensors
-    after_HNGV, before_HGV = _chunk_states_backward(g_states_HNGV, g_HGV, moves_HNGG)
-    return after_HNGV @ states_HNGV.mT, after_HNGV, before_HGV
+    matrices = _are_matrices(moves_HNGG, states_HNGV)
+    after_HNGV, before_HGV = _chunk_states_backward(g_states_HNGV, g_HGV, moves_HNGG.mT if matrices else moves_HNGG)
+    of_moves = after_HNGV @ states_HNGV.mT if matrices else (after_HNGV * states_HNGV).sum(-2, keepdim=True)
+    return of_moves, after_HNGV, before_HGV
 
 
 _chunk_states.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,234 @@
+"""Granite 4 (https://huggingface.co/ibm-granite, 2025): Granite's factors; Mamba 2 (arXiv 2405.21060) in nine layers of ten, or attention in all;
+experts beside a shared one, or a plain MLP. The hybrids rotate nothing."""
+
+import math
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError, shown
+from pretrain.models.families.declare.common import (
+    ATTENTION,
+    ENDS,
+    LAYER,
+    PRE_NORMS,
+    THEIRS,
+    TRAINING,
+    refuse_uneven_heads,
+)
+from pretrain.models.families.declare.family import REQUIRED, Family, Field
+from pretrain.models.families.declare.weights import CONCATENATED, Concatenated, entry
+from pretrain.models.families.granite import GRANITE
+from pretrain.models.layer_specs import layer_specs
+
+LINEAR, MAMBA = f"{LAYER}.linear_attention", f"{THEIRS}.mamba"
+_NAMES = {
+    "decay_bias": "dt_bias",
+    "log_decay_scale": "A_log",
+    "skip": "D",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "out_proj.weight",
+}
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+"""Names of layers, in published files and in those that transformers 5 saves."""
+
+
+def _has_mamba(config: dict[str, Any]) -> bool:
+    return any(_pattern(config.get("layer_types"), config))
+
+
+def _pattern(types: Any, config: dict[str, Any]) -> list[bool]:
+    layers = config["num_hidden_layers"]
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(isinstance(kind, str) and kind in _KINDS for kind in types)
+    ):
+        raise ConfigError(
+            f"config.json: layer_types={shown(types)} is not supported: expected mamba or attention for each of {layers} layers"
+        )
+    return [_KINDS[kind] for kind in types]
+
+
+def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
+    """A size of Mamba 2. `without`: what stands there if no layer has it, since transformers checks the sizes all the same."""
+
+    def to(value: int, model: Model) -> int:
+        return value if any(model.linear_attention.pattern) else without(model)
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        if not _has_mamba(config):
+            return PLAIN_SIZES[ours]
+        if theirs == "mamba_d_head" and value in (None, "auto"):
+            value = _width(config) // _number(config, "mamba_n_heads", 128)
+        if value == 0 and not isinstance(value, bool):  # to our key: one that follows from others
+            raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
+        return value
+
+    return Field(f"linear_attention.{ours}", theirs, default, to, back)
+
+
+PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
+"""Of a model without Mamba 2."""
+
+
+def _number(config: dict[str, Any], name: str, default: int) -> int:
+    value = config.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {name}={shown(value)} must be a whole number, at least 1")
+    return value
+
+
+def _width(config: dict[str, Any]) -> int:
+    return _number(config, "mamba_expand", 2) * _number(config, "hidden_size", 4096)
+
+
+_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+def _expanded(expand: Any, config: dict[str, Any]) -> list[bool]:
+    """`back` of a width that follows from others; the layers, of which it says nothing."""
+    pattern = _pattern(config.get("layer_types"), config)
+    if any(pattern) and (limit := config.get("time_step_limit")) not in _UNLIMITED:
+        raise ConfigError(f"config.json: time_step_limit={shown(limit)} is not supported; only from 0 to infinity is")
+    head = config.get("mamba_d_head", "auto")
+    heads = _number(config, "mamba_n_heads", 128)
+    if any(pattern) and (_width(config) % heads or head not in (None, "auto", _width(config) // heads)):
+        raise ConfigError(
+            f"config.json: mamba_expand={shown(expand)} makes {_width(config)} components, and mamba_n_heads={heads} with "
+            f"mamba_d_head={shown(head)} others"
+        )
+    return pattern
+
+
+def _expand(pattern: list[bool], model: Model) -> int:
+    return model.linear_attention.value_heads * model.linear_attention.value_dim // model.dim if any(pattern) else 2
+
+
+def _ffn_dim(value: Any, config: dict[str, Any]) -> Any:
+    """An expert's width, or that of the MLP, which files call shared in both cases."""
+    return value if config.get("num_local_experts", 8) else _number(config, "shared_intermediate_size", 1024)
+
+
+def _shared(width: Any, config: dict[str, Any]) -> Any:
+    if not config.get("num_local_experts", 8):
+        return 0
+    own = _number(config, "intermediate_size", 11008)
+    if type(width) is not int or width < 1 or width % own:
+        raise ConfigError(f"config.json: shared_intermediate_size={shown(width)} is no multiple of intermediate_size={own}")
+    return width // own
+
+
+def _positions(kind: str, model: Model) -> str:
+    if kind not in ("rope", "none"):
+        raise ConfigError(f"model.positions={kind} is not what model.family={model.family} computes, which is rope or none")
+    return "rope" if kind == "rope" else "nope"
+
+
+def _refuse(model: Model) -> str | None:
+    experts, mamba = model.experts, model.linear_attention
+    if experts.count and not experts.shared:
+        return "model.experts.shared=0 has no shared expert"
+    if experts.count and experts.ffn_dim != model.ffn_dim:
+        return f"model.experts.ffn_dim={experts.ffn_dim} is not model.ffn_dim={model.ffn_dim}"
+    if any(mamba.pattern) and mamba.value_heads * mamba.value_dim % model.dim:
+        width = mamba.value_heads * mamba.value_dim
+        return f"model.linear_attention.value_heads x value_dim = {width} is no multiple of model.dim={model.dim}"
+    return refuse_uneven_heads(model)
+
+
+def _usual(model: Model) -> list[bool]:
+    """Attention in the sixth layer of ten. A small model keeps one such layer, its last."""
+    return [True] * min(5, model.layers - 1) + [False] + [True] * (4 if model.layers > 6 else 0)
+
+
+GRANITE_HYBRID = Family(
+    name="granite_hybrid",
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    fields=(
+        *(field for field in GRANITE.fields if field.ours not in ("ffn_dim", "mlp.bias")),
+        Field("ffn_dim", "intermediate_size", back=_ffn_dim),
+        Field(
+            "positions",
+            "position_embedding_type",
+            "nope",
+            _positions,
+            lambda kind, config: "none" if kind in ("nope", None) else kind,
+        ),
+        Field(
+            "linear_attention.pattern",
+            "layer_types",
+            REQUIRED,  # where it is absent, transformers takes all layers for Mamba 2, which is not built
+            lambda pattern, model: ["mamba" if spec.linear else "attention" for spec in layer_specs(model)],
+            _pattern,
+        ),
+        Field("linear_attention.pattern", "mamba_expand", 2, _expand, _expanded),
+        _size("key_heads", "mamba_n_groups", 1, lambda model: 1),
+        _size("value_heads", "mamba_n_heads", 128, lambda model: 1),
+        _size("key_dim", "mamba_d_state", 256, lambda model: 128),
+        _size("value_dim", "mamba_d_head", None, lambda model: 2 * model.dim),
+        _size("kernel", "mamba_d_conv", 4, lambda model: 4),
+        Field("experts.count", "num_local_experts", 8),
+        Field(
+            "experts.active", "num_experts_per_tok", 2, back=lambda n, config: n if config.get("num_local_experts", 8) else 0
+        ),
+        Field(
+            "experts.shared",
+            "shared_intermediate_size",
+            1024,
+            lambda n, model: n * model.experts.ffn_dim if model.experts.count else model.ffn_dim,
+            _shared,
+        ),
+    ),
+    weights=(
+        *ENDS,
+        *ATTENTION,
+        *PRE_NORMS,
+        entry(
+            [f"{LINEAR}.{name}.weight" for name in ("gate", "value", "key", "query", "decay")],
+            f"{MAMBA}.in_proj.weight",
+            CONCATENATED,
+        ),
+        *(
+            entry(
+                [f"{LINEAR}.{name}_filter{ours}" for name in ("value", "key", "query")],
+                f"{MAMBA}.conv1d.{theirs}",
+                CONCATENATED,
+            )
+            for ours, theirs in (("", "weight"), ("_bias", "bias"))
+        ),
+        *(entry(f"{LINEAR}.{ours}", f"{MAMBA}.{theirs}") for ours, theirs in _NAMES.items()),
+        # One MLP, plain or beside experts.
+        *(
+            line
+            for mlp in (f"{LAYER}.mlp", f"{LAYER}.mlp.shared")
+            for line in (
+                entry([f"{mlp}.gate.weight", f"{mlp}.up.weight"], f"{THEIRS}.shared_mlp.input_linear.weight", CONCATENATED),
+                entry(f"{mlp}.down.weight", f"{THEIRS}.shared_mlp.output_linear.weight"),
+            )
+        ),
+        entry(f"{LAYER}.mlp.router.weight", f"{THEIRS}.block_sparse_moe.router.layer.weight"),
+        entry(
+            [f"{LAYER}.mlp.experts.gate", f"{LAYER}.mlp.experts.up"],
+            f"{THEIRS}.block_sparse_moe.input_linear.weight",
+            Concatenated(dim=1),
+        ),
+        entry(f"{LAYER}.mlp.experts.down", f"{THEIRS}.block_sparse_moe.output_linear.weight"),
+    ),
+    fixed={
+        "linear_attention.kind": "mamba2",
+        "experts.ffn_dim": lambda model: model.ffn_dim if model.experts.count else 0,
+    },
+    defaults=GRANITE.defaults
+    | {
+        "positions": "none",
+        "linear_attention.pattern": _usual,
+        "experts.shared": lambda model: 2 if model.experts.count else 0,
+    },
+    constants={"hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
+    accepted={"normalization_function": "rmsnorm"},
+    derived={"time_step_limit": lambda model: None},  # read by `_expanded`
+    inert=TRAINING | {"mamba_chunk_size", "init_method"},
+    refuse=_refuse,
+    balance=0.001,
+)

@@ -111,9 +111,10 @@ def check_context(config: Config) -> None:
         (f"model.attention_backend={model.attention_backend} needs whole masks", "model.attention_backend=sdpa"): (
             model.attention_backend in ("flex", "varlen")
         ),
-        _heads_of_linear_attention(config, ranks): any(model.linear_attention.pattern or [])
-        and not _shares_linear_heads(model, ranks, config.parallel.tensor),
     }
+    if any(model.linear_attention.pattern or []):
+        shared = _shares_linear_heads(model, ranks, config.parallel.tensor)
+        reasons[_heads_of_linear_attention(config)] = not shared
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
         reasons[f"2 x {ranks} stretches of {name}={length} tokens are empty", f"{name}={2 * ranks} or more"] = (
@@ -126,7 +127,7 @@ def check_context(config: Config) -> None:
         _check_ring(config)
 
 
-def _heads_of_linear_attention(config: Config, ranks: int) -> tuple[str, str]:
+def _heads_of_linear_attention(config: Config) -> tuple[str, str]:
     """The heads that ranks cannot share, and what to set."""
     sizes, tensor = config.model.linear_attention, config.parallel.tensor
     name = "value_heads" if max(1, sizes.key_heads // tensor) == 1 else "key_heads"

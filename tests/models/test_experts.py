@@ -68,19 +68,19 @@ def as_mlp(experts: Experts, index: int, activation: str, gated: bool, bias: boo
 )
 def test_dispatch_is_the_weighted_sum_of_each_tokens_experts_in_value_and_gradient(tokens, count, choices, kind, seed):
     choices = min(choices, count)
-    experts = filled(Experts(count, 8, 6, *kind), seed)
-    x_ND = drawn(tokens, 8, seed=seed).requires_grad_()
+    experts = filled(Experts(count, 8, 6, *kind), seed).double()
+    x_ND = drawn(tokens, 8, seed=seed).double().requires_grad_()
     scores = drawn(tokens, count, seed=seed + 100)
-    weights_NK = drawn(tokens, choices, seed=seed + 200).requires_grad_()
+    weights_NK = drawn(tokens, choices, seed=seed + 200).double().requires_grad_()
     chosen_NK = scores.topk(choices).indices
     got = dispatch(experts, x_ND, chosen_NK, weights_NK)
-    alone = [as_mlp(experts, i, *kind) for i in range(count)]
+    alone = [as_mlp(experts, i, *kind).double() for i in range(count)]
     rows = [sum(weights_NK[n, k] * alone[chosen_NK[n, k]](x_ND[n]) for k in range(choices)) for n in range(tokens)]
     expected = torch.stack(rows)
-    assert (got - expected).abs().max() <= 1e-5
-    direction = drawn(tokens, 8, seed=seed + 300)
+    assert (got - expected).abs().max() <= 1e-12
+    direction = drawn(tokens, 8, seed=seed + 300).double()
     for a, b in zip(*(torch.autograd.grad(y, (x_ND, weights_NK), direction) for y in (got, expected))):
-        assert (a - b).abs().max() <= 2e-5
+        assert (a - b).abs().max() <= 1e-12
 
 
 def test_what_a_token_gets_does_not_depend_on_the_others_and_nothing_is_dropped_when_all_choose_one():

@@ -16,6 +16,7 @@ from pretrain.models.families.declare.common import (
     refuse_uneven_heads,
 )
 from pretrain.models.families.declare.family import REQUIRED, Family, Field
+from pretrain.models.families.declare.hybrid import pattern_of, refuse_nothing
 from pretrain.models.families.declare.weights import CONCATENATED, Concatenated, entry
 from pretrain.models.families.granite import GRANITE
 from pretrain.models.layer_specs import layer_specs
@@ -28,8 +29,8 @@ _NAMES = {
     "output_norm.weight": "norm.weight",
     "output.weight": "out_proj.weight",
 }
-_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
-"""Names of layers, in published files and in those that transformers 5 saves."""
+_KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
+"""Whether layers of a name have Mamba 2: in published files, and in those that transformers 5 saves."""
 
 
 def _has_mamba(config: dict[str, Any]) -> bool:
@@ -37,16 +38,7 @@ def _has_mamba(config: dict[str, Any]) -> bool:
 
 
 def _pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-    layers = config["num_hidden_layers"]
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not all(isinstance(kind, str) and kind in _KINDS for kind in types)
-    ):
-        raise ConfigError(
-            f"config.json: layer_types={shown(types)} is not supported: expected mamba or attention for each of {layers} layers"
-        )
-    return [_KINDS[kind] for kind in types]
+    return pattern_of(types, config, _KINDS)
 
 
 def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
@@ -60,8 +52,7 @@ def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
             return PLAIN_SIZES[ours]
         if theirs == "mamba_d_head" and value in (None, "auto"):
             value = _width(config) // _number(config, "mamba_n_heads", 128)
-        if value == 0 and not isinstance(value, bool):  # to our key: one that follows from others
-            raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
+        refuse_nothing(theirs, value)
         return value
 
     return Field(f"linear_attention.{ours}", theirs, default, to, back)
@@ -106,11 +97,11 @@ def _expand(pattern: list[bool], model: Model) -> int:
 
 def _ffn_dim(value: Any, config: dict[str, Any]) -> Any:
     """An expert's width, or that of the MLP, which files call shared in both cases."""
-    return value if config.get("num_local_experts", 8) else _number(config, "shared_intermediate_size", 1024)
+    return value if config.get("num_local_experts") else _number(config, "shared_intermediate_size", 1024)
 
 
 def _shared(width: Any, config: dict[str, Any]) -> Any:
-    if not config.get("num_local_experts", 8):
+    if not config.get("num_local_experts"):
         return 0
     own = _number(config, "intermediate_size", 11008)
     if type(width) is not int or width < 1 or width % own:
@@ -138,7 +129,7 @@ def _refuse(model: Model) -> str | None:
 
 def _usual(model: Model) -> list[bool]:
     """Attention in the sixth layer of ten. A small model keeps one such layer, its last."""
-    return [True] * min(5, model.layers - 1) + [False] + [True] * (4 if model.layers > 6 else 0)
+    return [layer != min(5, model.layers - 1) for layer in range(min(10, model.layers))]
 
 
 GRANITE_HYBRID = Family(
@@ -168,10 +159,8 @@ GRANITE_HYBRID = Family(
         _size("key_dim", "mamba_d_state", 256, lambda model: 128),
         _size("value_dim", "mamba_d_head", None, lambda model: 2 * model.dim),
         _size("kernel", "mamba_d_conv", 4, lambda model: 4),
-        Field("experts.count", "num_local_experts", 8),
-        Field(
-            "experts.active", "num_experts_per_tok", 2, back=lambda n, config: n if config.get("num_local_experts", 8) else 0
-        ),
+        Field("experts.count", "num_local_experts"),
+        Field("experts.active", "num_experts_per_tok", 2, back=lambda n, config: n if config.get("num_local_experts") else 0),
         Field(
             "experts.shared",
             "shared_intermediate_size",

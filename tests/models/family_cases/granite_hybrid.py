@@ -75,7 +75,14 @@ PUBLISHED = {
         num_local_experts=72, num_experts_per_tok=10, shared_intermediate_size=1536,
     ),
 }  # fmt: skip
-COUNTS: dict[str, int] = {}
+# As transformers counts.
+COUNTS = {
+    "granite4.0-350m": 352_379_904,
+    "granite4.0-h-1b": 1_461_538_368,
+    "granite4.0-h-micro": 3_191_396_096,
+    "granite4.0-h-tiny": 6_939_037_248,
+    "granite4.0-h-small": 32_207_337_984,
+}
 READ = (LLAMA - {"head_dim"}) | {
     "rms_norm_eps", "layer_types", "position_embedding_type", "attention_multiplier", "embedding_multiplier", "logits_scaling",
     "residual_multiplier", "num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "mamba_expand", "mamba_n_groups",

@@ -1,4 +1,4 @@
-"""What families with Gated DeltaNet in some layers share; and what Qwen3-Next and Qwen3.5 do, whose other layers have attention with an output gate.
+"""What families with linear attention in some layers share; and what Qwen3-Next and Qwen3.5 do, whose other layers have attention with an output gate.
 
 `layer_types` of config.json says which layers have what. Where it is absent, in Qwen's every `full_attention_interval`-th layer has attention.
 """
@@ -23,6 +23,27 @@ _KINDS = ("full_attention", "linear_attention")
 def layer_types(model: Model) -> list[str]:
     """`layer_types` of config.json: which layers have linear attention."""
     return [_KINDS[spec.linear] for spec in layer_specs(model)]
+
+
+def pattern_of(types: Any, config: dict[str, Any], linear: dict[str, bool]) -> list[bool]:
+    """The layers with linear attention, by `layer_types`. `linear`: whether layers of a name have it. Raises ConfigError for other names."""
+    layers = config["num_hidden_layers"]
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(isinstance(kind, str) and kind in linear for kind in types)
+    ):
+        names = " or ".join(linear)
+        raise ConfigError(
+            f"config.json: layer_types={shown(types)} is not supported: expected {names} for each of {layers} layers"
+        )
+    return [linear[kind] for kind in types]
+
+
+def refuse_nothing(theirs: str, value: Any) -> None:
+    """Raise ConfigError for a size of 0, which to our key means one that follows from others."""
+    if value == 0 and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
 
 
 def full_attention_interval(model: Model) -> int | None:
@@ -54,14 +75,7 @@ def linear_fields(absent_pattern: Derived, **absent: int | Derived) -> tuple[Fie
     """The fields of linear attention. `absent`: by size, what its field means where config.json lacks it."""
 
     def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-        layers = config["num_hidden_layers"]
-        if types is None:
-            return absent_pattern(config)
-        if not isinstance(types, list) or len(types) != layers or not all(kind in _KINDS for kind in types):
-            raise ConfigError(
-                f"config.json: layer_types={shown(types)} is not supported: expected {' or '.join(_KINDS)} for each of {layers} layers"
-            )
-        return [kind == "linear_attention" for kind in types]
+        return absent_pattern(config) if types is None else pattern_of(types, config, dict(zip(_KINDS, (False, True))))
 
     return (
         Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), pattern),
@@ -80,8 +94,7 @@ _SIZES = {
 
 def _size(ours: str, theirs: str, absent: int | Derived) -> Field:
     def back(value: Any, config: dict[str, Any]) -> Any:
-        if value == 0 and not isinstance(value, bool):  # to our key: one that follows from others
-            raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
+        refuse_nothing(theirs, value)
         return absent(config) if value is None and callable(absent) else value
 
     return Field(f"linear_attention.{ours}", theirs, None if callable(absent) else absent, back=back)

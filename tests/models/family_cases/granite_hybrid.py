@@ -63,13 +63,13 @@ def granite(*shape: int, logits: float, scores: float, heads: int = 0, **others:
 
 
 PUBLISHED = {
-    "granite4.0-350m": granite(1024, 2048, 28, 16, 4, logits=4, scores=0.015625, residual_multiplier=0.263),
-    "granite4.0-h-1b": granite(1536, 4096, 40, 12, 4, logits=6, scores=0.0078125, heads=48),
-    "granite4.0-h-micro": granite(2048, 8192, 40, 32, 8, logits=8, scores=0.015625, heads=64),
     "granite4.0-h-tiny": granite(
         1536, 512, 40, 12, 4, logits=6, scores=0.0078125, heads=48,
         num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
     ),
+    "granite4.0-350m": granite(1024, 2048, 28, 16, 4, logits=4, scores=0.015625, residual_multiplier=0.263),
+    "granite4.0-h-1b": granite(1536, 4096, 40, 12, 4, logits=6, scores=0.0078125, heads=48),
+    "granite4.0-h-micro": granite(2048, 8192, 40, 32, 8, logits=8, scores=0.015625, heads=64),
     "granite4.0-h-small": granite(
         4096, 768, 40, 32, 8, logits=16, scores=0.0078125, heads=128,
         num_local_experts=72, num_experts_per_tok=10, shared_intermediate_size=1536,

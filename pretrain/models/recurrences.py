@@ -3,9 +3,11 @@
 A head has a matrix S [G, V], which maps keys to values. At each position it fades, is written at the key, and is read by the query:
 
     S = exp(log_decay) S
-    S = S + key value                         state-space dual (Mamba 2: Dao and Gu, arXiv 2405.21060)
-    S = S + key (rate (value - key S))        gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): what S says of the key
-    y = query S                               moves towards the value
+    S = S + key value                         by the state-space dual (Mamba 2: Dao and Gu, arXiv 2405.21060)
+    S = S + key (rate (value - key S))        by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464)
+    y = query S
+
+So by the delta rule, what S says of the key moves towards the value.
 
 A chunk of C positions needs a few products of matrices. Let g be the sum of log_decay within the chunk up to a position, and
 D[i, j] = exp(g[i] - g[j]) for j <= i. With rows of all positions of the chunk, S before it, and M = (exp(g[last] - g) K)':
@@ -87,14 +89,14 @@ def state_space_dual(
     """
     chunks = _in_chunks(q_BKTG, k_BKTG, v_BKRTV, log_decay_BKRT, begins_BT)
     multiply = functools.partial(_product, dtype=products or q_BKTG.dtype)
-    # One product for all values of a key.
-    written = multiply(chunks.k.mT, _beside(chunks.v * chunks.until)).squeeze(2)
-    kept = _beside(chunks.through.expand(*chunks.through.shape[:-1], v_BKRTV.shape[-1])).squeeze(2)
-    states, state = _states(kept, written, None if state_BKRGV is None else _beside(state_BKRGV).squeeze(2))
-    heads = v_BKRTV.shape[2]
-    found = _apart(multiply(chunks.q, states[:, :, None]), heads) * chunks.since
-    y = found + multiply(multiply(chunks.q, chunks.k.mT) * chunks.fading, chunks.v)
-    return y.flatten(3, 4)[:, :, :, : q_BKTG.shape[2]], _apart(state[:, :, None], heads)
+    q, k, v, heads = chunks.q.squeeze(2), chunks.k.squeeze(2), chunks.v, v_BKRTV.shape[2]
+    # One product for all values of a key head, which are beside each other in S.
+    written = multiply(k.mT, _beside(v * chunks.until))
+    kept = _beside(chunks.through.expand(*chunks.through.shape[:-1], v.shape[-1]))
+    states, state = _states(kept, written, None if state_BKRGV is None else _beside(state_BKRGV))
+    scores = multiply(q, k.mT).unsqueeze(2) * chunks.fading
+    y = multiply(scores, v) + _apart(multiply(q, states), heads) * chunks.since
+    return y.flatten(3, 4)[:, :, :, : q_BKTG.shape[2]], _apart(state, heads)
 
 
 def gated_delta_rule(
@@ -142,13 +144,13 @@ def _in_chunks(q_BKTG: Tensor, k_BKTG: Tensor, v_BKRTV: Tensor, log_decay_BKRT: 
 
 
 def _beside(x: Tensor) -> Tensor:
-    """[B, K, R, ..., V] as [B, K, 1, ..., R V]: the values of a key beside each other."""
-    return x.movedim(2, -2).flatten(-2).unsqueeze(2)
+    """[B, K, R, ..., V] as [B, K, ..., R V]."""
+    return x.movedim(2, -2).flatten(-2)
 
 
 def _apart(x: Tensor, heads: int) -> Tensor:
-    """[B, K, 1, ..., R V] as [B, K, R, ..., V]."""
-    return x.squeeze(2).unflatten(-1, (heads, -1)).movedim(-2, 2)
+    """[B, K, ..., R V] as [B, K, R, ..., V]."""
+    return x.unflatten(-1, (heads, -1)).movedim(-2, 2)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

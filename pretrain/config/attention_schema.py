@@ -145,7 +145,11 @@ class LinearAttentionConfig:
         None, "Width of a head of keys; by default `model.head_dim`, of Mamba 2 128.", ge=0, le=2**20, when=LINEAR
     )
     value_dim: int | None = key(
-        None, "Width of a head of values; by default `key_dim`, of Mamba 2 64.", ge=0, le=2**20, when=LINEAR
+        None,
+        "Width of a head of values; by default `key_dim`, of Mamba 2 the largest divisor of twice the model's width up to 64.",
+        ge=0,
+        le=2**20,
+        when=LINEAR,
     )
     kernel: int | None = key(
         None,

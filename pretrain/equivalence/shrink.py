@@ -155,8 +155,8 @@ def _heads(model: Model, ranks: int) -> dict[str, Any]:
 
 
 def _linear_heads(model: Model, dim: int, ranks: int) -> dict[str, Any]:
-    """Few heads of linear attention, narrow ones, which the same numbers of ranks can share: in the same ratio, unless a single key head serves all. Values
-    of Mamba 2 stay as many times as wide as the model, `dim` now.
+    """Few heads of linear attention, narrow ones, which the same numbers of ranks can share. All values of Mamba 2 together stay a multiple of the model's
+    width, `dim` now, if they are one.
     """
     sizes = model.linear_attention
 
@@ -165,16 +165,15 @@ def _linear_heads(model: Model, dim: int, ranks: int) -> dict[str, Any]:
         return next(n for n in fewest if all((n % r == 0) == (heads % r == 0) for r in range(1, ranks + 1)))
 
     keys, key_dim = few(sizes.key_heads), min(HEAD_DIM, sizes.key_dim)
-    heads = few(sizes.value_heads) if keys == 1 else keys * sizes.value_heads // sizes.key_heads
+    heads = few(sizes.value_heads) if keys == 1 else keys * min(2, sizes.value_heads // sizes.key_heads)
     values = {
         "key_heads": keys,
         "value_heads": heads,
         "key_dim": key_dim,
         "value_dim": max(1, key_dim * sizes.value_dim // sizes.key_dim),
     }
-    times, rest = divmod(sizes.value_heads * sizes.value_dim, model.dim)
-    if sizes.kind == "mamba2" and not rest and times * dim % heads == 0:
-        values["value_dim"] = times * dim // heads
+    if sizes.kind == "mamba2" and sizes.value_heads * sizes.value_dim % model.dim == 0:
+        values["value_dim"] = dim // math.gcd(dim, heads)
     return {f"linear_attention.{name}": value for name, value in values.items()}
 
 

@@ -101,15 +101,14 @@ def _linear_sizes(model: Model, said: set[str]) -> dict[str, int]:
             raise ConfigError(
                 f"model.linear_attention.{name}=0 leaves nothing of linear attention; set it to 1 or more, or leave it out"
             )
-    mamba = sizes.kind == "mamba2"
-    key_heads, key_dim = sizes.key_heads or (1 if mamba else model.heads), sizes.key_dim or (128 if mamba else model.head_dim)
-    value_dim = sizes.value_dim or (64 if mamba else key_dim)
-    found = {
-        "key_heads": key_heads,
-        "value_heads": sizes.value_heads or (max(1, 2 * model.dim // value_dim) if mamba else key_heads),
-        "key_dim": key_dim,
-        "value_dim": value_dim,
-    }
+    if sizes.kind == "mamba2":
+        key_heads, key_dim = sizes.key_heads or 1, sizes.key_dim or 128
+        value_dim = sizes.value_dim or next(n for n in range(64, 0, -1) if 2 * model.dim % n == 0)
+        value_heads = sizes.value_heads or max(1, 2 * model.dim // value_dim)
+    else:
+        key_heads, key_dim = sizes.key_heads or model.heads, sizes.key_dim or model.head_dim
+        value_dim, value_heads = sizes.value_dim or key_dim, sizes.value_heads or key_heads
+    found = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
     return {f"linear_attention.{name}": value for name, value in found.items()}
 
 

@@ -38,10 +38,13 @@ def _has_mamba(config: dict[str, Any]) -> bool:
 
 
 def _pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-    return pattern_of(types, config, _KINDS)
+    pattern = pattern_of(types, config, _KINDS)
+    if all(pattern):
+        raise ConfigError(f"config.json: layer_types={shown(types)} has no layer with attention, which is not built")
+    return pattern
 
 
-def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
+def _size(ours: str, theirs: str, default: int | str, without: Any) -> Field:
     """A size of Mamba 2. `without`: what stands there if no layer has it, since transformers checks the sizes all the same."""
 
     def to(value: int, model: Model) -> int:
@@ -50,8 +53,10 @@ def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
     def back(value: Any, config: dict[str, Any]) -> Any:
         if not _has_mamba(config):
             return PLAIN_SIZES[ours]
-        if theirs == "mamba_d_head" and value in (None, "auto"):
+        if theirs == "mamba_d_head" and value == "auto":
             value = _width(config) // _number(config, "mamba_n_heads", 128)
+        if theirs == "mamba_n_groups" and (heads := _number(config, "mamba_n_heads", 128)) % _number(config, theirs, 1):
+            raise ConfigError(f"config.json: mamba_n_groups={shown(value)} does not divide mamba_n_heads={shown(heads)}")
         refuse_nothing(theirs, value)
         return value
 
@@ -60,6 +65,10 @@ def _size(ours: str, theirs: str, default: int | None, without: Any) -> Field:
 
 PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
 """Of a model without Mamba 2."""
+
+
+def _unused_heads(model: Model) -> int:
+    return math.gcd(128, 2 * model.dim)
 
 
 def _number(config: dict[str, Any], name: str, default: int) -> int:
@@ -73,20 +82,19 @@ def _width(config: dict[str, Any]) -> int:
     return _number(config, "mamba_expand", 2) * _number(config, "hidden_size", 4096)
 
 
-_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+_UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 def _expanded(expand: Any, config: dict[str, Any]) -> list[bool]:
     """`back` of a width that follows from others; the layers, of which it says nothing."""
     pattern = _pattern(config.get("layer_types"), config)
-    if any(pattern) and (limit := config.get("time_step_limit")) not in _UNLIMITED:
+    if any(pattern) and (limit := config.get("time_step_limit", _UNLIMITED[0])) not in _UNLIMITED:
         raise ConfigError(f"config.json: time_step_limit={shown(limit)} is not supported; only from 0 to infinity is")
     head = config.get("mamba_d_head", "auto")
     heads = _number(config, "mamba_n_heads", 128)
-    if any(pattern) and (_width(config) % heads or head not in (None, "auto", _width(config) // heads)):
+    if any(pattern) and (_width(config) % heads or head not in ("auto", _width(config) // heads)):
         raise ConfigError(
-            f"config.json: mamba_expand={shown(expand)} makes {_width(config)} components, and mamba_n_heads={heads} with "
-            f"mamba_d_head={shown(head)} others"
+            f"config.json: mamba_expand={shown(expand)} times hidden_size is not mamba_n_heads={shown(heads)} times mamba_d_head={shown(head)}"
         )
     return pattern
 
@@ -115,6 +123,12 @@ def _positions(kind: str, model: Model) -> str:
     return "rope" if kind == "rope" else "nope"
 
 
+def _positions_back(kind: Any, config: dict[str, Any]) -> str:
+    if kind not in ("rope", "nope", None):
+        raise ConfigError(f"config.json: position_embedding_type={shown(kind)} is not supported; only rope and nope are")
+    return "rope" if kind == "rope" else "none"
+
+
 def _refuse(model: Model) -> str | None:
     experts, mamba = model.experts, model.linear_attention
     if experts.count and not experts.shared:
@@ -123,7 +137,8 @@ def _refuse(model: Model) -> str | None:
         return f"model.experts.ffn_dim={experts.ffn_dim} is not model.ffn_dim={model.ffn_dim}"
     if any(mamba.pattern) and mamba.value_heads * mamba.value_dim % model.dim:
         width = mamba.value_heads * mamba.value_dim
-        return f"model.linear_attention.value_heads x value_dim = {width} is no multiple of model.dim={model.dim}"
+        heads = f"model.linear_attention.value_heads={mamba.value_heads} of value_dim={mamba.value_dim}"
+        return f"{heads} are {width} components, no multiple of model.dim={model.dim}"
     return refuse_uneven_heads(model)
 
 
@@ -144,7 +159,7 @@ GRANITE_HYBRID = Family(
             "position_embedding_type",
             "nope",
             _positions,
-            lambda kind, config: "none" if kind in ("nope", None) else kind,
+            _positions_back,
         ),
         Field(
             "linear_attention.pattern",
@@ -155,9 +170,9 @@ GRANITE_HYBRID = Family(
         ),
         Field("linear_attention.pattern", "mamba_expand", 2, _expand, _expanded),
         _size("key_heads", "mamba_n_groups", 1, lambda model: 1),
-        _size("value_heads", "mamba_n_heads", 128, lambda model: 1),
-        _size("key_dim", "mamba_d_state", 256, lambda model: 128),
-        _size("value_dim", "mamba_d_head", None, lambda model: 2 * model.dim),
+        _size("value_heads", "mamba_n_heads", 128, _unused_heads),
+        _size("key_dim", "mamba_d_state", 256, lambda model: 256),
+        _size("value_dim", "mamba_d_head", "auto", lambda model: 2 * model.dim // _unused_heads(model)),
         _size("kernel", "mamba_d_conv", 4, lambda model: 4),
         Field("experts.count", "num_local_experts"),
         Field("experts.active", "num_experts_per_tok", 2, back=lambda n, config: n if config.get("num_local_experts") else 0),

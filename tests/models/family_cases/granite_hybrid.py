@@ -57,8 +57,8 @@ def granite(*shape: int, logits: float, scores: float, heads: int = 0, **others:
         "GraniteMoeHybridForCausalLM", *shape, 100352, attention_bias=False, attention_multiplier=scores, embedding_multiplier=12,
         hidden_act="silu", layer_types=["mamba" if heads and i % 10 != 5 else "attention" for i in range(layers)], logits_scaling=logits,
         max_position_embeddings=131072, model_type="granitemoehybrid", normalization_function="rmsnorm", position_embedding_type="nope" if heads else "rope",
-        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000, tie_word_embeddings=True,
-        **mamba, **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": shape[1], "residual_multiplier": 0.22, **others},
+        rms_norm_eps=1e-05, rope_scaling=None, tie_word_embeddings=True,
+        **mamba, **{"rope_theta": 10000, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": shape[1], "residual_multiplier": 0.22, **others},
     )  # fmt: skip
 
 
@@ -67,7 +67,11 @@ PUBLISHED = {
         1536, 512, 40, 12, 4, logits=6, scores=0.0078125, heads=48,
         num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
     ),
-    "granite4.0-350m": granite(1024, 2048, 28, 16, 4, logits=4, scores=0.015625, residual_multiplier=0.263),
+    # As the text model of granite-4.0-3b-vision says it, sizes of Mamba 2 that no layer has included.
+    "granite4.0-micro": granite(
+        2560, 8192, 40, 40, 8, logits=10, scores=0.015625, rope_theta=10000000, mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4,
+        mamba_d_head=40, mamba_d_state=256, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=128, mamba_proj_bias=False,
+    ),
     "granite4.0-h-1b": granite(1536, 4096, 40, 12, 4, logits=6, scores=0.0078125, heads=48),
     "granite4.0-h-micro": granite(2048, 8192, 40, 32, 8, logits=8, scores=0.015625, heads=64),
     "granite4.0-h-small": granite(
@@ -77,7 +81,7 @@ PUBLISHED = {
 }  # fmt: skip
 # As transformers counts.
 COUNTS = {
-    "granite4.0-350m": 352_379_904,
+    "granite4.0-micro": 3_402_836_480,
     "granite4.0-h-1b": 1_461_538_368,
     "granite4.0-h-micro": 3_191_396_096,
     "granite4.0-h-tiny": 6_939_037_248,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
-import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from pretrain.config.model_schema import Model
+from pretrain.models.families.declare.typed_values import keys_of_model
 
 
 class Declared(Protocol):
@@ -19,20 +16,6 @@ class Declared(Protocol):
     theirs: str
     default: Any
     back: Any
-
-
-@functools.cache
-def keys_of_model() -> dict[str, tuple[Any, Any]]:
-    """Type and limits of every key of the model, by its dotted name."""
-
-    def keys(kind: type, prefix: str) -> dict[str, tuple[Any, Any]]:
-        hints, found = typing.get_type_hints(kind), {}
-        for key in dataclasses.fields(kind):
-            name, hint = f"{prefix}{key.name}", hints[key.name]
-            found |= keys(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (hint, key.metadata)}
-        return found
-
-    return keys(Model, "")
 
 
 def check_names(family: str, names: Iterable[str]) -> None:

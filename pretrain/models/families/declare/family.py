@@ -6,22 +6,19 @@ declaration reads is refused, and so is a switch of ours that the family cannot 
 
 from __future__ import annotations
 
-import math
-import types
-import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
-from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.experts import check_router, router_caution
-from pretrain.models.families.declare.consistency import check_names, check_shared, keys_of_model
+from pretrain.models.families.declare.consistency import check_names, check_shared
 from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, refuse_null_share, rope_from_hf, rope_to_hf
+from pretrain.models.families.declare.typed_values import missing, typed
 from pretrain.models.families.declare.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
@@ -239,7 +236,7 @@ class Family:
         if self.balance is None or not layers_with_experts(model):
             return model
         weight = config.get(BALANCE)
-        weight = _typed(Field("experts.balance_loss", BALANCE), self.balance if weight is None else weight, config)
+        weight = typed("experts.balance_loss", BALANCE, self.balance if weight is None else weight, config)
         return with_values(model, {"experts.balance_loss": weight / layers_with_experts(model)})
 
     def import_notes(self, config: dict[str, Any], model: Model) -> list[str]:
@@ -312,7 +309,8 @@ class Family:
         ours = {item.theirs for item in self.fields}
         rest = {name: value for name, value in config.items() if name in ours or name not in INERT | self.inert}
         for name, value in {**HARMLESS, **self.accepted, **self.constants}.items():
-            if rest.pop(name, value) not in (value, None):
+            # transformers takes null for false.
+            if rest.pop(name, value) not in ((value,) if value is True else (value, None)):
                 raise ConfigError(
                     f"config.json: {name}={shown(config[name])} is not supported for {self.name}; only {shown(value)} is"
                 )
@@ -320,8 +318,8 @@ class Family:
         for item in self.fields:
             raw = rest.get(item.theirs, item.default)
             if raw is REQUIRED or (raw is None and item.default is REQUIRED):
-                raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
-            values[item.ours] = _typed(item, item.back(raw, config), config)
+                raise missing(item.ours, item.theirs)
+            values[item.ours] = typed(item.ours, item.theirs, item.back(raw, config), config)
             if values[item.ours] is None and item.default is not None and item.ours not in DERIVED:
                 raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
         rest = {name: value for name, value in rest.items() if name not in ours}
@@ -330,7 +328,7 @@ class Family:
             rope = {} if values.get("positions") == "none" else self._rotation(config)
             for name, value in rope.items():
                 said = f"rope_scaling or rope_parameters: {name_in_hf(name)}"
-                values[name] = _typed(Field(name, said), value, {said: value})
+                values[name] = typed(name, said, value, {said: value})
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
         rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):
@@ -359,37 +357,3 @@ def layers_with_experts(model: Model) -> int:
 
 def _value(value: Any, model: Model) -> Any:
     return value(model) if callable(value) else value
-
-
-def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
-    """The value in the type and range of our key; config.json is a file like any other, and may hold anything."""
-    hint, limits = keys_of_model()[item.ours]
-    value = _converted(hint, item, value, config)
-    check_range(limits, value, f"config.json: {item.theirs}={shown(config.get(item.theirs))}")
-    return value
-
-
-def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> Any:
-    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter of Literals
-    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if optional else [hint]
-    where = f"config.json: {item.theirs}={shown(config.get(item.theirs))}"
-    if value is None and optional:
-        return None
-    for kind in kinds:
-        if _is_of(kind, value):
-            return float(value) if kind is float else value
-    if kinds == [int]:
-        raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
-    raise ConfigError(f"{where} is not supported")
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value of JSON is of a key's type, and a number that can be computed with."""
-    if kind in (int, float):
-        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
-        return whole or (kind is float and isinstance(value, float) and math.isfinite(value))
-    if kind is bool:
-        return isinstance(value, bool)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(typing.get_args(kind)[0], item) for item in value)
-    return typing.get_origin(kind) is typing.Literal and isinstance(value, str) and value in typing.get_args(kind)

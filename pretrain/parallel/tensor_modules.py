@@ -176,7 +176,7 @@ class Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, size: int) -> Tensor:
         ctx.size = size
-        return x.view_as(x)
+        return x.clone()  # not a view, of which FSDP2 warns
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None]:

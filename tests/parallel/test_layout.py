@@ -25,7 +25,7 @@ from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_options
-from pretrain.parallel.tensor_modules import share_of_heads
+from pretrain.parallel.tensor_modules import Shared, share_of_heads
 from pretrain.train.resolve import resolve
 
 GB = 10**9
@@ -602,3 +602,11 @@ def test_what_an_older_compiler_cannot_do_is_refused():
         check_options(given)
     with patch("torch.__version__", torch.torch_version.TorchVersion("2.13.0")):
         check_options(given)
+
+
+def test_the_loss_of_a_shared_router_is_no_view():
+    """FSDP2 would warn of a block that returns one."""
+    loss_B = torch.ones(3, requires_grad=True)
+    shared_B = Shared.apply(loss_B, 4)
+    shared_B.sum().backward()
+    assert shared_B._base is None and torch.equal(loss_B.grad, torch.full((3,), 0.25))

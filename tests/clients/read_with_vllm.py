@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 KERNELS = torch.library.Library("_C", "FRAGMENT")
 EMPTY = {"llguidance", "xgrammar", "model_hosting_container_standards"}
+OF_IMAGES = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
 
 class AnyType(type):
@@ -59,6 +60,7 @@ class EmptyPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare() -> None:
     """vLLM on a CPU that its wheel for GPUs has no kernels for."""
     sys.meta_path.insert(0, EmptyPackages())
+    sys.modules[OF_IMAGES] = EmptyModule(OF_IMAGES)  # needs torchvision; imported for Qwen3.5's text models too
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
         setattr(torch.accelerator, name, lambda *_, **__: None)
     for name in ("max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved"):
@@ -68,6 +70,9 @@ def prepare() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
+    from vllm.triton_utils import triton
+
+    triton.set_allocator = lambda *_: None  # the stand-in for Triton lacks it
     from vllm.model_executor.model_loader import base_loader
     from vllm.model_executor.models import registry
 
@@ -98,7 +103,11 @@ def loaded(directory: Path) -> dict:
         if not (name.endswith("lm_head.weight") and config.model_config.hf_config.tie_word_embeddings)
     }
     squares = sum(float(p.detach().double().square().sum()) for p in own.values())
-    theirs = [tensor for file in directory.glob("*.safetensors") for tensor in load_file(file).values()]
+    theirs = [
+        tensor.exp() if name.endswith("mamba.A_log") else tensor  # of Mamba 2, vLLM holds the decays themselves
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    ]
     return {
         "class": type(model).__name__,
         "squares": squares,

@@ -7,19 +7,18 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.models.families.declare.common import (
     LAYER,
+    PRE_NORMS,
     THEIRS,
     WEIGHTS_REORDERED,
     attention_bias,
     eps,
     head_width,
-    norms,
     sizes,
     tied,
 )
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.hybrid import linear_fields, refuse_no_linear_attention
 from pretrain.models.families.declare.weights import JOINED_BY_READERS, entry
-from pretrain.models.layer_specs import layer_specs
 
 _NAMES = {
     "query.weight": "q_proj.weight",
@@ -56,11 +55,9 @@ def _refuse(model: Model) -> str | None:
 
 
 def _as_saved(name: str, model: Model) -> str:
-    """`other_name`: transformers, when it saves, gives a norm of layers with attention the name that it has in the others."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.feedforward_layer_norm\.weight", name)
-    if found and int(found[1]) < model.layers and layer_specs(model)[int(found[1])].mixer == "attention":
-        return f"model.layers.{found[1]}.post_attention_layernorm.weight"
-    return name
+    """`other_name`: transformers 5.23 reads both names of these norms, and saves the other ones, which vLLM does not read."""
+    name = re.sub(r"\.attention_layer_norm\.weight$", ".input_layernorm.weight", name)
+    return re.sub(r"\.feedforward_layer_norm\.weight$", ".post_attention_layernorm.weight", name)
 
 
 OLMO_HYBRID = Family(
@@ -83,7 +80,7 @@ OLMO_HYBRID = Family(
     ),
     weights=(
         *WEIGHTS_REORDERED,
-        *norms(attention_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm"),
+        *PRE_NORMS,
         # When transformers saves, it cuts the three into equal parts, whatever their widths.
         entry(
             [f"{LAYER}.linear_attention.{name}_filter" for name in ("query", "key", "value")],

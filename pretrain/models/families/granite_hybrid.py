@@ -33,6 +33,10 @@ _KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_att
 """Whether layers of a name have Mamba 2: in published files, and in those that transformers 5 saves."""
 
 
+PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
+"""Of a model without Mamba 2."""
+
+
 def _has_mamba(config: dict[str, Any]) -> bool:
     return any(_pattern(config.get("layer_types"), config))
 
@@ -63,11 +67,8 @@ def _size(ours: str, theirs: str, default: int | str, without: Any) -> Field:
     return Field(f"linear_attention.{ours}", theirs, default, to, back)
 
 
-PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
-"""Of a model without Mamba 2."""
-
-
 def _unused_heads(model: Model) -> int:
+    """Heads of a Mamba 2 that no layer has, as transformers allows them."""
     return math.gcd(128, 2 * model.dim)
 
 
@@ -140,6 +141,15 @@ def _refuse(model: Model) -> str | None:
         heads = f"model.linear_attention.value_heads={mamba.value_heads} of value_dim={mamba.value_dim}"
         return f"{heads} are {width} components, no multiple of model.dim={model.dim}"
     return refuse_uneven_heads(model)
+
+
+def _elsewhere(model: Model) -> list[str]:
+    if any(model.linear_attention.pattern) and model.linear_attention.key_heads > 1:
+        heads = f"model.linear_attention.key_heads={model.linear_attention.key_heads}"
+        return [
+            f"transformers 4 norms the heads of all groups together, whatever {heads} is: another model; use transformers 5"
+        ]
+    return []
 
 
 def _usual(model: Model) -> list[bool]:
@@ -234,5 +244,6 @@ GRANITE_HYBRID = Family(
     derived={"time_step_limit": lambda model: None},  # read by `_expanded`
     inert=TRAINING | {"mamba_chunk_size", "init_method"},
     refuse=_refuse,
+    elsewhere=_elsewhere,
     balance=0.001,
 )

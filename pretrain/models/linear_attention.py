@@ -9,8 +9,8 @@
     Mamba 2         values x step --> state-space dual --> + values x skip --> x gate --> output_norm, per key head --output-->
 
 It needs no positions, and its cost grows with the length of a sequence, not with its square. Between the projections everything is computed in fp32, except
-the products in which queries read. Only the projections' results are stored for backward, which computes the rest again. The recurrences are in
-recurrences.py. In papers on Mamba 2, queries, keys and values are C, B and x, a key head is a group, the gate is z, skip is D, and step is dt.
+the products in which queries read, and of Mamba 2 those that write. Only the projections' results are stored for backward, which computes the rest again. The
+recurrences are in recurrences.py. In papers on Mamba 2, queries, keys and values are C, B and x, a key head is a group, the gate is z, skip is D, and step is dt.
 """
 
 from __future__ import annotations

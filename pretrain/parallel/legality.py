@@ -112,9 +112,10 @@ def check_context(config: Config) -> None:
             model.attention_backend in ("flex", "varlen")
         ),
     }
-    if any(model.linear_attention.pattern or []):
-        shared = _shares_linear_heads(model, ranks, config.parallel.tensor)
-        reasons[_heads_of_linear_attention(config)] = not shared
+    tensor = config.parallel.tensor
+    if odd := _odd_linear_heads(model, ranks, tensor):
+        shared = f" / parallel.tensor={tensor}" if tensor > 1 else ""
+        reasons[f"{odd[0]}={odd[1]}{shared} does not divide by it", f"{odd[0]} to a multiple"] = True
     lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
     for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
         reasons[f"2 x {ranks} stretches of {name}={length} tokens are empty", f"{name}={2 * ranks} or more"] = (
@@ -127,22 +128,16 @@ def check_context(config: Config) -> None:
         _check_ring(config)
 
 
-def _heads_of_linear_attention(config: Config) -> tuple[str, str]:
-    """The heads that ranks cannot share, and what to set."""
-    sizes, tensor = config.model.linear_attention, config.parallel.tensor
-    name = "value_heads" if max(1, sizes.key_heads // tensor) == 1 else "key_heads"
-    shared = f" / parallel.tensor={tensor}" if tensor > 1 else ""
-    return (
-        f"model.linear_attention.{name}={getattr(sizes, name)}{shared} does not divide by it",
-        f"model.linear_attention.{name} to a multiple",
-    )
-
-
-def _shares_linear_heads(model: Model, ranks: int, split: int = 1) -> bool:
-    """Whether so many ranks can share the heads of linear attention that `split` ranks share already: key heads, or the value heads of a single one."""
+def _odd_linear_heads(model: Model, ranks: int, split: int = 1) -> tuple[str, int] | None:
+    """The heads of linear attention that so many ranks cannot share, after `split` ranks have shared them: key heads, or the value heads of a single key
+    head. None if they can, or if no layer has linear attention.
+    """
     sizes = model.linear_attention
-    keys, values = max(1, sizes.key_heads // split), sizes.value_heads // split
-    return values % ranks == 0 and (keys == 1 or keys % ranks == 0)
+    if not any(sizes.pattern or []):
+        return None
+    keys = max(1, sizes.key_heads // split)
+    name, count = ("value_heads", sizes.value_heads // split) if keys == 1 else ("key_heads", keys)
+    return (f"model.linear_attention.{name}", getattr(sizes, name)) if count % ranks else None
 
 
 def _check_ring(config: Config) -> None:
@@ -323,10 +318,8 @@ def _not_shared(model: Model, ranks: int) -> str | None:
     for name, count in counts.items():
         if count % ranks:
             return f"model.{name}={count} does not divide by it"
-    linear = model.linear_attention
-    if any(linear.pattern) and not _shares_linear_heads(model, ranks):
-        name = "value_heads" if linear.key_heads == 1 else "key_heads"
-        return f"model.linear_attention.{name}={getattr(linear, name)} does not divide by it"
+    if odd := _odd_linear_heads(model, ranks):
+        return f"{odd[0]}={odd[1]} does not divide by it"
     keys = model.heads if model.latent.kv_rank else model.kv_heads
     if keys % ranks and ranks % keys:
         return f"model.kv_heads={keys} is neither a multiple nor a divisor of it"

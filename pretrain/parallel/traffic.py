@@ -226,7 +226,7 @@ def _add_matrices(traffic: Traffic, network: nn.Module, config: Config, layout: 
 
 
 def _add_sums_of_group(traffic: Traffic, modules: list[nn.Module]) -> None:
-    """Of a key head whose value heads ranks share: in forward, in forward again, and in backward."""
+    """The norms of Mamba 2 where ranks share the value heads of a key head. Each adds up in forward, when forward is computed again, and in backward."""
     traffic.each[REDUCE] += 3 * sum(isinstance(module, Mamba2) for module in modules)
 
 

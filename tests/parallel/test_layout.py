@@ -13,18 +13,21 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.attention_schema import LinearAttentionConfig
 from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Batch, Config
 from pretrain.distributed.launcher import expected_world_size
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
+from pretrain.models.families import complete
 from pretrain.models.linear_attention import GatedDeltaNet
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
-from pretrain.parallel.legality import check_backend, check_options
+from pretrain.parallel.legality import check_backend, check_context, check_options, check_tensor
 from pretrain.parallel.tensor_modules import Shared, share_of_heads
 from pretrain.train.resolve import resolve
 
@@ -610,3 +613,29 @@ def test_the_loss_of_a_shared_router_is_no_view():
     shared_B = Shared.apply(loss_B, 4)
     shared_B.sum().backward()
     assert shared_B._base is None and torch.equal(loss_B.grad, torch.full((3,), 0.25))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "context", "message"),
+    [
+        ((4, 8), 2, 2, None),
+        ((1, 8), 4, 2, None),  # a single key head is on every rank
+        ((2, 8), 2, 4, None),  # as is the one that tensor ranks leave
+        ((4, 8), 8, 1, "parallel.tensor=8: model.linear_attention.key_heads=4 does not divide by it"),
+        ((1, 6), 4, 1, "parallel.tensor=4: model.linear_attention.value_heads=6 does not divide by it"),
+        ((4, 8), 1, 8, "parallel.context=8: model.linear_attention.key_heads=4 does not divide by it; set parallel.context=1, or"),
+        ((4, 8), 2, 4, "parallel.context=4: model.linear_attention.key_heads=4 / parallel.tensor=2 does not divide by it"),
+        ((1, 8), 2, 8, "parallel.context=8: model.linear_attention.value_heads=8 / parallel.tensor=2 does not divide by it"),
+    ],
+)
+def test_heads_of_linear_attention_are_shared_or_refused_by_name(heads, tensor, context, message):
+    sizes = LinearAttentionConfig(kind="mamba2", pattern=[True, False], key_heads=heads[0], value_heads=heads[1])
+    model = complete(Model(family="custom", dim=64, layers=2, heads=8, ffn_dim=64, vocab_size=64, linear_attention=sizes), 64)
+
+    said = ""
+    try:
+        check_tensor(model, tensor)
+        check_context(Config(model=model, parallel=Parallel(tensor=tensor, context=context)))
+    except ConfigError as error:
+        said = str(error)
+    assert said == "" if message is None else message in said

@@ -16,25 +16,18 @@ from pretrain.models.families.declare.common import (
     refuse_uneven_heads,
 )
 from pretrain.models.families.declare.family import REQUIRED, Family, Field
-from pretrain.models.families.declare.hybrid import pattern_of, refuse_nothing
+from pretrain.models.families.declare.hybrid import LINEAR, NAMES, pattern_of, refuse_nothing
 from pretrain.models.families.declare.weights import CONCATENATED, Concatenated, entry
 from pretrain.models.families.granite import GRANITE
 from pretrain.models.layer_specs import layer_specs
 
-LINEAR, MAMBA = f"{LAYER}.linear_attention", f"{THEIRS}.mamba"
-_NAMES = {
-    "decay_bias": "dt_bias",
-    "log_decay_scale": "A_log",
-    "skip": "D",
-    "output_norm.weight": "norm.weight",
-    "output.weight": "out_proj.weight",
-}
+MAMBA = f"{THEIRS}.mamba"
 _KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
 """Whether layers of a name have Mamba 2: in published files, and in those that transformers 5 saves."""
 
 
 PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
-"""Of a model without Mamba 2."""
+"""Our sizes where no layer has Mamba 2."""
 
 
 def _has_mamba(config: dict[str, Any]) -> bool:
@@ -75,7 +68,7 @@ def _unused_heads(model: Model) -> int:
 def _number(config: dict[str, Any], name: str, default: int) -> int:
     value = config.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {name}={shown(value)} must be a whole number, at least 1")
+        raise ConfigError(f"config.json: {name}={shown(value)} is no whole number of 1 or more")
     return value
 
 
@@ -211,7 +204,7 @@ GRANITE_HYBRID = Family(
             )
             for ours, theirs in (("", "weight"), ("_bias", "bias"))
         ),
-        *(entry(f"{LINEAR}.{ours}", f"{MAMBA}.{theirs}") for ours, theirs in _NAMES.items()),
+        *(entry(f"{LINEAR}.{ours}", f"{MAMBA}.{theirs}") for ours, theirs in {**NAMES, "skip": "D"}.items()),
         # One MLP, plain or beside experts.
         *(
             line

@@ -111,12 +111,13 @@ def fields(kv_heads: int) -> tuple[Field, ...]:
 
 
 LINEAR, THEIR_LINEAR = f"{LAYER}.linear_attention", f"{THEIRS}.linear_attn"
-_NAMES = {
+NAMES = {
     "decay_bias": "dt_bias",
     "log_decay_scale": "A_log",
     "output_norm.weight": "norm.weight",
     "output.weight": "out_proj.weight",
 }
+"""Tensors of linear attention that most families call the same, ours and theirs."""
 _QUERY = f"{LAYER}.attention.query.weight"
 WEIGHTS_HYBRID = (
     *ENDS,
@@ -124,7 +125,7 @@ WEIGHTS_HYBRID = (
     *(line for line in ATTENTION if line.ours != (_QUERY,)),
     entry([_QUERY, f"{LAYER}.attention.gate.weight"], f"{THEIRS}.self_attn.q_proj.weight", FUSED_PER_HEAD),
     entry([f"{LINEAR}.{n}_filter" for n in ("query", "key", "value")], f"{THEIR_LINEAR}.conv1d.weight", CONCATENATED),
-    *(entry(f"{LINEAR}.{ours}", f"{THEIR_LINEAR}.{theirs}") for ours, theirs in _NAMES.items()),
+    *(entry(f"{LINEAR}.{ours}", f"{THEIR_LINEAR}.{theirs}") for ours, theirs in NAMES.items()),
 )
 """All tensors but the projections of linear attention, and those of MLPs or experts."""
 

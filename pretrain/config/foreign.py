@@ -115,6 +115,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     _renamed("loss.predict_ahead_weight"): ("mtp_loss_weight", "mtp_loss_scaling_factor"),
     _renamed("model.linear_attention.pattern"): ("layer_types", "full_attention_interval", "linear_attention_freq"),
+    "model.sublayers says which layers have attention or an MLP alone here, and model.linear_attention.pattern which have Mamba 2": (
+        "hybrid_override_pattern", "layers_block_type", "hybrid_layer_pattern",
+    ),
     _renamed("model.linear_attention.kernel"): ("linear_conv_kernel_dim", "conv_kernel_size", "conv_size", "mamba_d_conv"),
     _renamed("model.linear_attention.key_heads"): ("linear_num_key_heads", "mamba_n_groups", "mamba_num_groups"),
     _renamed("model.linear_attention.value_heads"): ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),

@@ -51,6 +51,7 @@ RENAMED = {
 ADDED: dict[str, Any] = {
     "model.attention.output_gate": False,
     "model.experts.shared_gate": False,
+    "model.sublayers": ["both"],
     "model.linear_attention.pattern": [False],
     "model.linear_attention.kind": "gated_delta",
     "model.linear_attention.key_heads": 0,

@@ -14,7 +14,7 @@ from pretrain.config.keys import Except, key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "granite_hybrid", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
+    "granite", "granite_hybrid", "llama", "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
     "t5",
 ]  # fmt: skip
 
@@ -185,6 +185,11 @@ class Model:
         "`sinusoidal` adds sines and cosines (arXiv 1706.03762). `relative` adds a bias by distance to the scores (T5). An encoder-decoder has "
         "`sinusoidal`, `relative` or `none`, and a decoder `rope`, `learned` or `none`.",
     )
+    sublayers: list[Literal["both", "mixer", "mlp"]] | None = key(
+        None,
+        "What blocks consist of, repeated over the layers: `both` attention and MLP, `mixer` attention or linear attention alone, `mlp` an MLP or "
+        "experts alone (Nemotron-H, arXiv 2504.03624); [both] by default.",
+    )
     parallel_residual: bool | None = key(
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
     )
@@ -247,8 +252,8 @@ class Model:
     )
     init: Literal["fixed", "fan_in"] | None = key(
         None,
-        "Standard deviation of initial weights. `fixed`: `init_std`, divided by sqrt(2 × layers) for projections into the residual stream "
-        "(GPT-2). `fan_in`, for an encoder-decoder: `init_std` divided by the root of the number of a matrix's inputs, and `init_std` for embeddings; "
+        "Standard deviation of initial weights. `fixed`: `init_std`, divided for projections into the residual stream by the root of their number, "
+        "which is 2 × `layers` (GPT-2). `fan_in`, for an encoder-decoder: `init_std` divided by the root of the number of a matrix's inputs, and `init_std` for embeddings; "
         "with attention.query_scalar=1 that of queries is also divided by sqrt(head_dim) (T5). `fixed` by default.",
     )
     init_std: float | None = key(

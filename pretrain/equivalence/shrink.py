@@ -117,18 +117,20 @@ def _layers(model: Model, ranks: int) -> dict[str, Any]:
 
 
 def _shows(kinds: list[LayerSpec], wanted: set[LayerSpec], model: Model) -> bool:
-    """Whether all mixers, windows and rotations are among these layers. Which layers are dense is chosen anew."""
+    """Whether all mixers, windows and rotations are among these layers, with and without MLPs. Which layers are dense is chosen anew."""
     if model.experts.count and len({kind.experts for kind in wanted}) > len(kinds):
         return False
-    return {(k.mixer, k.window, k.rope) for k in kinds} == {(k.mixer, k.window, k.rope) for k in wanted}
+    shown, all_of_them = ({(k.mixer, k.window, k.rope, k.mlp == "none") for k in some} for some in (kinds, wanted))
+    return shown == all_of_them
 
 
 def _dense(model: Model, count: int) -> list[int]:
     """The layers with an MLP in place of experts: those of the first ones that had it, and at least one with experts."""
     dense = [layer for layer in model.experts.dense_layers if layer < count]
-    if len(model.experts.dense_layers) == model.layers:
+    with_mlp = [layer for layer, spec in enumerate(layer_specs(model)[:count]) if spec.mlp != "none"]
+    if not any(spec.experts for spec in layer_specs(model)):
         return dense
-    return dense[: max(1, count // 2)] if len(dense) == count else dense or [count - 1]
+    return dense[: max(1, len(with_mlp) // 2)] if len(dense) == len(with_mlp) else dense or with_mlp[-1:]
 
 
 # ---- heads and widths ---------------------------------------------------------------------------------------------------

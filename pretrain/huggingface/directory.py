@@ -24,7 +24,7 @@ from pretrain.errors import CheckpointError, ConfigError, clipped
 from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, Place, SafetensorsFile
 from pretrain.models import build_network
 from pretrain.models.families import family_of, family_of_hf
-from pretrain.models.families.declare.family import INERT, Family
+from pretrain.models.families.declare.family import INERT, Family, layers_with_experts
 from pretrain.models.families.declare.weights import JOINED_BY_READERS, TRAINING_ONLY, Entry, Shape
 from pretrain.models.hf.hf_config import LARGEST_CONFIG
 from pretrain.models.layer_specs import cycled, has_windows
@@ -115,7 +115,7 @@ def least_numbers(model: Model) -> int:
     """Weights that a model has at least, from its sizes alone: its table, and of each layer one projection, or its experts."""
     experts = model.experts.count or 0
     dense = (model.layers + (model.encoder.layers or 0)) * model.dim * max(1, model.heads)
-    routed = (model.layers - len(model.experts.dense_layers or ())) * experts * model.dim * (model.experts.ffn_dim or 0)
+    routed = layers_with_experts(model) * experts * model.dim * (model.experts.ffn_dim or 0)
     return model.vocab_size * model.dim + dense + routed
 
 

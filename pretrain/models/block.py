@@ -1,4 +1,6 @@
-"""A transformer block: attention, or linear attention, and MLP or experts in the residual stream, with norms where the switches put them."""
+"""A transformer block: attention, or linear attention, and MLP or experts in the residual stream, with norms where the switches put them.
+Some models have blocks with one of the two alone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Block(nn.Module):
         self.post = spec.placement == "post"
         self.parallel = config.parallel_residual
         self.multiplier = config.residual_multiplier
-        self.attention_norm = make_norm(config) if before else None
+        mixes, has_mlp = spec.mixer != "none", spec.mlp != "none"
+        self.attention_norm = make_norm(config) if before and mixes else None
         self.attention = self.linear_attention = None
         match spec.mixer:
             case "gated_delta":
@@ -47,10 +50,10 @@ class Block(nn.Module):
                 self.attention = LatentAttention(config)
             case "attention":
                 self.attention = Attention(config)
-        self.attention_output_norm = make_norm(config) if after else None
-        self.mlp_norm = make_norm(config) if before else None
-        self.mlp = MixtureOfExperts(config) if spec.experts else _mlp(config)
-        self.mlp_output_norm = make_norm(config) if after else None
+        self.attention_output_norm = make_norm(config) if after and mixes else None
+        self.mlp_norm = make_norm(config) if before and has_mlp else None
+        self.mlp = MixtureOfExperts(config) if spec.experts else _mlp(config) if has_mlp else None
+        self.mlp_output_norm = make_norm(config) if after and has_mlp else None
 
     def forward(
         self,
@@ -79,16 +82,15 @@ class Block(nn.Module):
             reports.append(report)
             return y_BTD
 
-        added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
-        added = drop(added, dropout and dropout["attention"])
-        if not self.parallel:
-            x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
-        from_mlp = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
-        from_mlp = drop(from_mlp, dropout and dropout["mlp"])
-        if self.parallel:
-            x_BTD = x_BTD + added + from_mlp
-        else:
-            x_BTD = self._joined(x_BTD, from_mlp, self.mlp_output_norm)
+        if self.spec.mixer != "none":
+            added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
+            added = drop(added, dropout and dropout["attention"])
+            if not self.parallel:
+                x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
+        if self.mlp is not None:
+            from_mlp = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
+            from_mlp = drop(from_mlp, dropout and dropout["mlp"])
+            x_BTD = x_BTD + added + from_mlp if self.parallel else self._joined(x_BTD, from_mlp, self.mlp_output_norm)
         return x_BTD, (reports[0] if reports else None)
 
     def _sublayer(

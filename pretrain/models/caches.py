@@ -68,12 +68,13 @@ class Cache:
     """
 
     def __init__(self, specs: Sequence[LayerSpec], capacity: int) -> None:
-        self.layers = [RecurrentCache() if spec.linear else LayerCache(capacity) for spec in specs]
+        self.layers = [RecurrentCache() if spec.linear else LayerCache(capacity) if spec.has_scores else None for spec in specs]
+        """None for a layer that mixes no positions."""
         self.documents_BS: Tensor | None = None
 
     @property
     def length(self) -> int:
-        return self.layers[0].length
+        return next(layer.length for layer in self.layers if layer is not None)
 
     def label(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
         """Add the document numbers of `tokens` new positions. Returns those of all positions so far, or None if documents are not told apart."""
@@ -89,6 +90,7 @@ class Cache:
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order."""
         for layer in self.layers:
-            layer.select(rows)
+            if layer is not None:
+                layer.select(rows)
         if self.documents_BS is not None:
             self.documents_BS = self.documents_BS.index_select(0, rows)

@@ -21,7 +21,7 @@ from pretrain.models.block import Block
 from pretrain.models.caches import Cache
 from pretrain.models.dropout import Dropout, drop, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
-from pretrain.models.layer_specs import LayerSpec, layer_specs
+from pretrain.models.layer_specs import LayerSpec, MaskKind, layer_specs
 from pretrain.models.layers import Embedding, make_norm
 from pretrain.models.linear_attention import initial_values, recurrence_flops
 from pretrain.models.loss import Losses, LossOptions
@@ -41,7 +41,7 @@ from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables, rotary_tables
 from pretrain.models.shape import head_widths
 
-Inputs = dict[int | None, tuple[Tables | None, Mask | None]]
+Inputs = dict[MaskKind, tuple[Tables | None, Mask | None]]
 """What layers get, by the kind of mask that they need (`LayerSpec.mask_kind`): rotary tables and mask."""
 
 
@@ -228,9 +228,9 @@ class Decoder(nn.Module):
         if starts_BN is None and self.config.attention_backend == "varlen":
             starts_BN = starts_of(None if cache else numbers_BT, tokens_BT)
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
-        inputs: Inputs = {}
-        for window in {spec.mask_kind for spec in specs}:
-            if window is None:  # linear attention
+        inputs: Inputs = {"none": (None, None)}
+        for window in {spec.mask_kind for spec in specs} - {"none"}:
+            if window == "begins":
                 inputs[window] = None, None if numbers_BT is None else document_begins(numbers_BT)[:, start:]
                 continue
             mask = self._mask(start, stop, numbers_BT, device, window, cache, starts_BN)
@@ -302,8 +302,13 @@ class Decoder(nn.Module):
         if "norm" in name:
             return (0.0 if self.config.norm.kind == "rms_offset" else 1.0), 0.0
         if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
-            return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
+            return 0.0, self.config.init_std / math.sqrt(self._sublayers)
         return 0.0, self.config.init_std
+
+    @property
+    def _sublayers(self) -> int:
+        """How many projections into the residual stream there are."""
+        return sum((spec.mixer != "none") + (spec.mlp != "none") for spec in layer_specs(self.config))
 
     def matmul_parameters(self) -> int:
         """Parameters that a token is multiplied with; of routed experts those of the active ones."""
@@ -328,8 +333,8 @@ class Decoder(nn.Module):
         return sum(self._attention_flops(spec, sequence_length) for spec in specs)
 
     def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
-        if spec.linear:
-            return recurrence_flops(self.config)
+        if not spec.has_scores:
+            return recurrence_flops(self.config) if spec.linear else 0
         seen = min(sequence_length, spec.window or sequence_length)
         return 6 * self.config.heads * sum(head_widths(self.config)) * seen
 

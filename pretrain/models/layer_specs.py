@@ -7,25 +7,38 @@ from typing import Any, Literal
 
 from pretrain.config.model_schema import Model
 
+MaskKind = int | Literal["begins", "none"]
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """What one layer is. A block holds its own, so that it is the same layer wherever it is run."""
 
-    mixer: Literal["attention", "latent", "gated_delta", "mamba2"]
+    mixer: Literal["attention", "latent", "gated_delta", "mamba2", "none"]
+    """What mixes positions."""
+    mlp: Literal["mlp", "experts", "none"]
+    """The sublayer behind it: a plain MLP, or a mixture of experts in its place."""
     placement: Literal["pre", "post", "reordered", "sandwich"]
     """Where its sublayers are normed: see `Block`."""
     window: int
     """Positions that a position attends to, itself included; 0: all earlier ones."""
     rope: bool
     """Whether queries and keys are rotated."""
-    experts: bool
-    """Whether a mixture of experts is in place of the MLP."""
 
     @property
-    def mask_kind(self) -> int | None:
-        """What decides its mask: the window, or None for linear attention, which needs to know where documents begin."""
-        return None if self.linear else self.window
+    def mask_kind(self) -> MaskKind:
+        """What decides its mask: the window; for linear attention, which needs to know where documents begin, "begins"."""
+        return "none" if self.mixer == "none" else "begins" if self.linear else self.window
+
+    @property
+    def experts(self) -> bool:
+        """Whether it has a mixture of experts."""
+        return self.mlp == "experts"
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether it has attention proper, whose queries meet keys."""
+        return self.mixer in ("attention", "latent")
 
     @property
     def linear(self) -> bool:
@@ -35,19 +48,22 @@ class LayerSpec:
 
 def layer_specs(model: Model) -> list[LayerSpec]:
     """The layers of a complete model, in order; of an encoder-decoder those of the decoder."""
-    windows = cycled(model.attention.window_pattern, model.layers)
-    rotated = cycled(model.rope.pattern, model.layers)
-    linear = cycled(model.linear_attention.pattern, model.layers)
-    return [
-        LayerSpec(
-            mixer=model.linear_attention.kind if linear[layer] else "latent" if model.latent.kv_rank else "attention",
-            placement=_placement(model) if linear[layer] else model.norm.placement,
-            window=model.attention.window if windows[layer] and not linear[layer] else 0,
-            rope=model.positions == "rope" and rotated[layer] and not linear[layer],
-            experts=model.experts.count > 0 and layer not in model.experts.dense_layers,
+    patterns = (model.sublayers, model.attention.window_pattern, model.rope.pattern, model.linear_attention.pattern)
+    found = []
+    for layer, (sublayers, window, rotated, linear) in enumerate(zip(*(cycled(each, model.layers) for each in patterns))):
+        mixes, linear = sublayers != "mlp", linear and sublayers != "mlp"
+        softmax = "latent" if model.latent.kv_rank else "attention"
+        routed = model.experts.count > 0 and layer not in model.experts.dense_layers
+        found.append(
+            LayerSpec(
+                mixer="none" if not mixes else model.linear_attention.kind if linear else softmax,
+                mlp="none" if sublayers == "mixer" else "experts" if routed else "mlp",
+                placement=_placement(model) if linear else model.norm.placement,
+                window=model.attention.window if window and mixes and not linear else 0,
+                rope=model.positions == "rope" and rotated and mixes and not linear,
+            )
         )
-        for layer in range(model.layers)
-    ]
+    return found
 
 
 def _placement(model: Model) -> Any:

@@ -13,7 +13,7 @@ from pretrain.models.layer_specs import cycled, layer_specs, shortest_period
 
 # Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
 PLAIN: dict[str, Any] = {
-    "encoder.layers": 0, "encoder.share_embedding": False, "tie_embeddings": False, "norm_eps": 1e-5, "init": "fixed", "init_std": 0.02, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
+    "sublayers": ["both"], "encoder.layers": 0, "encoder.share_embedding": False, "tie_embeddings": False, "norm_eps": 1e-5, "init": "fixed", "init_std": 0.02, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": 0.0,
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-PATTERNS = ("rope.pattern", "attention.window_pattern", "linear_attention.pattern")  # repeated over the layers
+PATTERNS = ("sublayers", "rope.pattern", "attention.window_pattern", "linear_attention.pattern")  # repeated over the layers
 
 
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
@@ -73,14 +73,15 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     defaults |= {name: defaults[name][: model.layers] for name in PATTERNS if name in defaults}
     model = with_values(model, defaults)
     _check_patterns(model)
+    patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
+    model = with_values(model, patterns | {"linear_attention.pattern": _linear_pattern(model)})
     last = {
         "rope.local_theta": model.rope.local_theta or model.rope.theta,
         "attention.query_scalar": model.attention.query_scalar or query_scalar(model),
         "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
     }
     last["experts.ffn_dim"] = model.experts.ffn_dim or (last["ffn_dim"] if model.experts.count else 0)
-    patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
-    last |= patterns | _linear_sizes(model, said)
+    last |= _linear_sizes(model, said)
     if not (model.attention.window and any(patterns["attention.window_pattern"])):
         # There is one way to say that no layer has a window.
         last |= {"attention.window": 0, "attention.window_pattern": [True], "rope.local_theta": model.rope.theta}
@@ -89,6 +90,12 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     model = with_values(model, last)
     _check(model)
     return model
+
+
+def _linear_pattern(model: Model) -> list[bool]:
+    """The pattern of linear attention, where layers without attention of any kind have none."""
+    layers = zip(cycled(model.linear_attention.pattern, model.layers), cycled(model.sublayers, model.layers))
+    return shortest_period([linear and sublayers != "mlp" for linear, sublayers in layers])
 
 
 def _linear_sizes(model: Model, said: set[str]) -> dict[str, int]:
@@ -154,20 +161,34 @@ def _check(model: Model) -> None:
             "model.max_sequence_length is missing: model.positions=learned has a vector for each position; set it"
         )
     _check_rotation(model)
+    _check_layers(model)
     _check_linear(model)
     check_encoder(model)
     _check_relative(model)
 
 
-def _check_linear(model: Model) -> None:
-    sizes = model.linear_attention
-    if not any(sizes.pattern):
-        return
-    if all(spec.linear for spec in layer_specs(model)):
+def _check_layers(model: Model) -> None:
+    """Some layer has attention, and some an MLP; what patterns name is there."""
+    specs, sublayers, linear = layer_specs(model), model.sublayers, model.linear_attention.pattern
+    said = [f"model.sublayers={sublayers}"] if sublayers != ["both"] else []
+    said_of_mixers = [*said, *([f"model.linear_attention.pattern={linear}"] if any(linear) else [])]
+    if not any(spec.has_scores for spec in specs):
         raise ConfigError(
-            f"model.linear_attention.pattern={sizes.pattern} leaves none of model.layers={model.layers} with attention; leave one out"
+            f"{' with '.join(said_of_mixers)} leaves none of model.layers={model.layers} with attention; leave one out"
         )
-    kept = [layer for layer, spec in enumerate(layer_specs(model)) if not spec.linear]
+    if said and all(spec.mlp == "none" for spec in specs):
+        raise ConfigError(f"{said[0]} leaves none of model.layers={model.layers} with an MLP; leave one with it")
+    if said and (odd := [layer for layer in model.experts.dense_layers if specs[layer].mlp == "none"]):
+        raise ConfigError(
+            f"model.experts.dense_layers={model.experts.dense_layers}: layer {odd[0]} has no MLP, by {said[0]}; leave it out"
+        )
+    if said and model.parallel_residual:
+        raise ConfigError(
+            f"model.parallel_residual=true with {said[0]}: a layer with one sublayer has none beside it; choose one of the two"
+        )
+    if said and model.predict_ahead:
+        raise ConfigError(f"model.predict_ahead={model.predict_ahead} with {said[0]} is not built; remove one of the two")
+    kept = [layer for layer, spec in enumerate(specs) if spec.has_scores]
     for name, acts in (
         ("attention.window_pattern", model.attention.window > 0),
         ("rope.pattern", model.positions == "rope"),
@@ -175,9 +196,14 @@ def _check_linear(model: Model) -> None:
         values = cycled(attrgetter(name)(model), model.layers)
         if acts and any(values) and not any(values[layer] for layer in kept):
             raise ConfigError(
-                f"model.{name}={attrgetter(name)(model)} names only layers that model.linear_attention.pattern={sizes.pattern} gives linear attention; "
-                "change one of them"
+                f"model.{name}={attrgetter(name)(model)} names only layers without attention, by {' and '.join(said_of_mixers)}; change one of them"
             )
+
+
+def _check_linear(model: Model) -> None:
+    sizes = model.linear_attention
+    if not any(sizes.pattern):
+        return
     if "post" in (placements := {spec.placement for spec in layer_specs(model)}) and len(placements) > 1:
         raise ConfigError(
             f"model.linear_attention.norm_placement={sizes.norm_placement} with model.norm.placement={model.norm.placement}: post norms the residual "
@@ -248,7 +274,7 @@ def check_encoder(model: Model) -> None:
         return
     plain: dict[str, Any] = {
         "norm.qk": "none", "parallel_residual": False, "attention.soft_cap": 0.0, "attention.window": 0, "attention.sinks": False,
-        "attention.output_gate": False, "linear_attention.pattern": [False],
+        "attention.output_gate": False, "linear_attention.pattern": [False], "sublayers": ["both"],
         "latent.kv_rank": 0, "experts.count": 0, "residual_multiplier": 1.0, "predict_ahead": 0,
     }  # fmt: skip
     values = flat(model)

@@ -15,6 +15,7 @@ from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import family_of
+from pretrain.models.layer_specs import layer_specs
 from pretrain.parallel.pipeline_order import DEFERRING, stages_of
 
 
@@ -230,7 +231,7 @@ def check_expert(model: Model, ranks: int) -> None:
     count = model.experts.count
     if ranks > 1 and not count:
         raise ConfigError(f"parallel.expert={ranks}: the model has no experts; set parallel.expert=1, or model.experts.count")
-    if ranks > 1 and len(set(model.experts.dense_layers or ())) == model.layers:
+    if ranks > 1 and not any(spec.experts for spec in layer_specs(model)):
         raise ConfigError(
             f"parallel.expert={ranks}: model.experts.dense_layers names every layer, so none has experts; set parallel.expert=1"
         )
@@ -309,7 +310,7 @@ def check_tables(model: Model, tensor: int, parts: int) -> None:
 def _not_shared(model: Model, ranks: int) -> str | None:
     """Why so many ranks cannot share the matrices of a network."""
     experts = model.experts
-    dense = not experts.count or experts.dense_layers
+    dense = not experts.count or any(spec.mlp == "mlp" for spec in layer_specs(model))
     counts = {
         "heads": model.heads,
         "ffn_dim": model.ffn_dim if dense else 0,

@@ -62,7 +62,7 @@ BESIDE = {
 }  # fmt: skip
 # Values for keys of which the next one of the type would not do.
 VALUES: dict[str, list[Any]] = {
-    "precision.fp8": ["tensorwise"], "precision.fp8_modules": ["['*.mlp.*']"], "model.heads": [2], "model.vocab_size": [300], "model.encoder.vocab_size": [300], "model.max_sequence_length": [64],
+    "precision.fp8": ["tensorwise"], "precision.fp8_modules": ["['*.mlp.*']"], "model.heads": [2], "model.sublayers": ["[both,mlp]"], "model.vocab_size": [300], "model.encoder.vocab_size": [300], "model.max_sequence_length": [64],
     "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"], "model.linear_attention.pattern": ["[true,false]", "[false,true]"],
     "model.experts.dense_layers": ["[0]"], "model.encoder.layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
     "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "batch.lengths": ["[{until_tokens: 1024, length: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],

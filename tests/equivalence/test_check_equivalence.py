@@ -72,12 +72,13 @@ MODELS = {
     "latent": ("deepseek-v3", ALL),
     "linear attention": ("qwen3.5-9b", ALL),
     "one key head of Mamba 2": ("granite4.0-h-micro", ALL),
+    "one sublayer per layer": ("nemotron3-nano-30b-a3b", ALL),
     "experts": ("gpt-oss-20b", "strategy=fsdp shard=2 expert=2", "strategy=fsdp shard=1 tensor=2"),
     "encoder and decoder": ("t5-small", ALL),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "one key head of Mamba 2", "encoder and decoder"}))
+@pytest.mark.parametrize("model", some_slow(MODELS, {"dense", "tied", "windowed", "latent", "one key head of Mamba 2", "one sublayer per layer", "encoder and decoder"}))
 def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_what_the_formula_says(check, prepared, model):
     preset, *layouts = MODELS[model]
     wanted = [] if layouts == [ALL] else ["--layouts", *layouts]
@@ -88,7 +89,7 @@ def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_
         for line in printed.splitlines()
         if re.match(r"\| strategy=", line) and line.endswith("|") and " fp32 | 2 |" in line
     ]
-    counts = {"latent": 8, "experts": 2}
+    counts = {"latent": 8, "one sublayer per layer": 8, "experts": 2}
     assert len(rows) == counts.get(model, 6), printed
     assert all("| equal" in row for row in rows)
     assert not [row for row in rows if ", -" in row], "layouts without a formula"
@@ -245,7 +246,7 @@ def takes(check, model, ranks):
 
 
 @pytest.mark.parametrize(
-    "preset", ["deepseek-v3", "qwen3.5-9b", "granite4.0-h-tiny", "gemma3-1b", "gpt2-124m", "smollm3-3b", "smollm2-135m", "gpt-oss-20b", "t5-small"]
+    "preset", ["deepseek-v3", "qwen3.5-9b", "granite4.0-h-tiny", "nemotron3-nano-30b-a3b", "gemma3-1b", "gpt2-124m", "smollm3-3b", "smollm2-135m", "gpt-oss-20b", "t5-small"]
 )
 def test_a_small_model_has_the_structure_of_the_large_one(prepared, preset):
     given, _ = load_config(PRESETS / f"{preset}.yaml", of_data(prepared, preset))
@@ -255,7 +256,7 @@ def test_a_small_model_has_the_structure_of_the_large_one(prepared, preset):
     one, other = large.model, small.model
     for check in (check_tensor, check_expert):
         assert [takes(check, one, n) for n in (2, 3, 4)] == [takes(check, other, n) for n in (2, 3, 4)]
-    kinds = [{(s.mixer, s.window > 0, s.rope, s.experts) for s in layer_specs(model)} for model in (one, other)]
+    kinds = [{(s.mixer, s.window > 0, s.rope, s.mlp) for s in layer_specs(model)} for model in (one, other)]
     assert kinds[0] == kinds[1] and 4 <= other.layers + other.encoder.layers <= 8
     assert (one.heads // one.kv_heads, one.tie_embeddings, one.experts.groups > 1) == (
         other.heads // other.kv_heads, other.tie_embeddings, other.experts.groups > 1

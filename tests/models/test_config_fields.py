@@ -107,7 +107,7 @@ HOSTILE = [
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}, {"rope_type": "linear", "factor": 0},
 ]  # fmt: skip
 EXTRA = {"rope_parameters", "rope_scaling", "layer_types", "sliding_window", "head_dim", "partial_rotary_factor", "architectures",
-         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq", "attn_type_list"}  # fmt: skip
+         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq", "attn_type_list", "layers_block_type"}  # fmt: skip
 DEPTHS = {"num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"}
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
@@ -121,6 +121,8 @@ def test_a_hostile_value_is_read_or_refused_in_one_line(family):
     config = {k: v for k, v in (published | small).items() if k not in lists}
     if "mamba" in published.get("layer_types", []):  # where these may not be absent
         config["layer_types"] = ["mamba", "attention"]
+    if "hybrid_override_pattern" in published:
+        config |= {"hybrid_override_pattern": "M*E", "num_hidden_layers": 3}
     read(config)
     refused = 0
     for field in sorted({*config, *EXTRA} - {"model_type"}):
@@ -253,6 +255,26 @@ def yarn(**changes) -> dict:
         ("granite4.0-h-tiny", {"layer_types": None}, "layer_types is missing"),
         ("granite4.0-h-tiny", {"position_embedding_type": "learned"}, "position_embedding_type='learned' is not supported"),
         ("granite4.0-h-tiny", {"shared_intermediate_size": 1000}, "shared_intermediate_size=1000 is no multiple of intermediate_size=512"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "M-*X"}, "do not say the same of each layer, by linear_attention, full_attention, moe, mlp or M * E -"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing, and layers_block_type"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "M-" * 26}, "has no layer with attention, or none with an MLP"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "M-*-"}, "num_hidden_layers=52, and 4 layers have a kind"),
+        ("nemotron-h-8b", {"layers_block_type": ["mamba", "mlp"] * 26}, "do not say the same of each layer"),
+        ("nemotron-h-8b", {"layers_block_type": [["mamba"]] * 52}, "do not say the same of each layer"),
+        ("nemotron-h-8b", {"n_groups": 7}, "n_groups=7 does not divide mamba_num_heads=128"),
+        ("nemotron-h-8b", {"n_groups": 0}, "n_groups=0"),
+        ("nemotron-h-8b", {"time_step_limit": [0.001, 0.1]}, "time_step_limit=[0.001, 0.1] is not supported"),
+        ("nemotron-h-8b", {"use_conv_bias": False}, "use_conv_bias=False is not supported for nemotron_h; only True is"),
+        ("nemotron-h-8b", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for nemotron_h; only False is"),
+        ("nemotron-h-8b", {"attention_head_dim": 96}, "attention_head_dim=96 contradicts head_dim=128"),
+        ("nemotron3-nano-30b-a3b", {"norm_eps": 1e-6}, "norm_eps=1e-06 contradicts layer_norm_epsilon=1e-05"),
+        ("nemotron3-nano-30b-a3b", {"moe_latent_size": 1024}, "moe_latent_size=1024 is not supported for nemotron_h; only None is"),
+        ("nemotron3-nano-30b-a3b", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported for nemotron_h; only 1 is"),
+        (
+            "nemotron3-nano-30b-a3b",
+            {"moe_shared_expert_intermediate_size": 3000},
+            "moe_shared_expert_intermediate_size=3000 is no multiple of moe_intermediate_size=1856",
+        ),
         ("llama3.1-8b", {"hidden_size": 4096.0}, "hidden_size is missing or no whole number"),
         ("llama3.1-8b", {"is_decoder": True}, "is_decoder=True is not supported"),
         ("llama3.1-8b", {"pruned_heads": {"0": [1]}}, "pruned_heads="),

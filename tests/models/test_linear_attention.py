@@ -333,7 +333,7 @@ def test_layers_without_attention_are_not_rotated_and_have_no_window():
             {"linear_attention": LinearAttentionConfig(pattern=[True, False], norm_placement="post")},
             "norm_placement=post with model.norm.placement=pre: post norms the residual stream itself",
         ),
-        ({"rope": Rope(pattern=[True, True, False])}, r"rope.pattern=\[True, True, False\] names only layers that .* linear attention"),
+        ({"rope": Rope(pattern=[True, True, False])}, r"rope.pattern=\[True, True, False\] names only layers without attention, by model.linear_attention.pattern="),
         ({"attention": AttentionConfig(window=8, window_pattern=[False, True, False])}, "attention.window_pattern=.* names only layers"),
         ({"encoder": EncoderConfig(layers=2), "positions": "none"}, "model.linear_attention.pattern=.* is not built for an encoder"),
         (

@@ -31,7 +31,7 @@ class Block(nn.Module):
         return x_BTD + torch.tanh(self.past(past_BTD) + self.now(x_BTD)), None
 
 
-SPEC = LayerSpec(mixer="attention", placement="pre", window=0, rope=False, experts=False)
+SPEC = LayerSpec(mixer="attention", placement="pre", window=0, rope=False, mlp="mlp")
 
 
 class Trunk(nn.Module):

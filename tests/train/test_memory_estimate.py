@@ -227,6 +227,10 @@ def test_a_process_of_a_run_stands_for_no_other():
         ("phi3-mini", ("model.attention_backend=sdpa", "data.document_mask=true")),
         ("qwen3.5-9b", ("data.document_mask=true",)),
         ("granite4.0-h-micro", ("data.document_mask=true", "model.linear_attention.pattern=[true,true,true,false]")),
+        (
+            "nemotron3-nano-30b-a3b",
+            ("data.document_mask=true", "model.sublayers=[mixer,mlp]", "model.linear_attention.pattern=[true,false,false,false]"),
+        ),
     ],
 )
 def test_models_of_every_kind_run_without_values(model, options):

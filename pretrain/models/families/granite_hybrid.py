@@ -16,18 +16,21 @@ from pretrain.models.families.declare.common import (
     refuse_uneven_heads,
 )
 from pretrain.models.families.declare.family import REQUIRED, Family, Field
-from pretrain.models.families.declare.hybrid import LINEAR, NAMES, pattern_of, refuse_nothing
+from pretrain.models.families.declare.hybrid import (
+    mamba_weights,
+    number,
+    pattern_of,
+    refuse_limits,
+    refuse_nothing,
+    refuse_uneven_groups,
+)
 from pretrain.models.families.declare.weights import CONCATENATED, Concatenated, entry
 from pretrain.models.families.granite import GRANITE
 from pretrain.models.layer_specs import layer_specs
+from pretrain.models.shape import PLAIN
 
-MAMBA = f"{THEIRS}.mamba"
 _KINDS = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
 """Whether layers of a name have Mamba 2: in published files, and in those that transformers 5 saves."""
-
-
-PLAIN_SIZES = {"key_heads": 0, "value_heads": 0, "key_dim": 0, "value_dim": 0, "kernel": 4}
-"""Our sizes where no layer has Mamba 2."""
 
 
 def _has_mamba(config: dict[str, Any]) -> bool:
@@ -49,11 +52,11 @@ def _size(ours: str, theirs: str, default: int | str, without: Any) -> Field:
 
     def back(value: Any, config: dict[str, Any]) -> Any:
         if not _has_mamba(config):
-            return PLAIN_SIZES[ours]
+            return PLAIN[f"linear_attention.{ours}"]
         if theirs == "mamba_d_head" and value == "auto":
-            value = _width(config) // _number(config, "mamba_n_heads", 128)
-        if theirs == "mamba_n_groups" and (heads := _number(config, "mamba_n_heads", 128)) % _number(config, theirs, 1):
-            raise ConfigError(f"config.json: mamba_n_groups={shown(value)} does not divide mamba_n_heads={shown(heads)}")
+            value = _width(config) // number(config, "mamba_n_heads", 128)
+        if theirs == "mamba_n_groups":
+            refuse_uneven_groups(config, (theirs, 1), ("mamba_n_heads", 128))
         refuse_nothing(theirs, value)
         return value
 
@@ -65,27 +68,17 @@ def _unused_heads(model: Model) -> int:
     return math.gcd(128, 2 * model.dim)
 
 
-def _number(config: dict[str, Any], name: str, default: int) -> int:
-    value = config.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {name}={shown(value)} is no whole number of 1 or more")
-    return value
-
-
 def _width(config: dict[str, Any]) -> int:
-    return _number(config, "mamba_expand", 2) * _number(config, "hidden_size", 4096)
-
-
-_UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+    return number(config, "mamba_expand", 2) * number(config, "hidden_size", 4096)
 
 
 def _expanded(expand: Any, config: dict[str, Any]) -> list[bool]:
     """`back` of a width that follows from others; the layers, of which it says nothing."""
     pattern = _pattern(config.get("layer_types"), config)
-    if any(pattern) and (limit := config.get("time_step_limit", _UNLIMITED[0])) not in _UNLIMITED:
-        raise ConfigError(f"config.json: time_step_limit={shown(limit)} is not supported; only from 0 to infinity is")
+    if any(pattern):
+        refuse_limits(config)
     head = config.get("mamba_d_head", "auto")
-    heads = _number(config, "mamba_n_heads", 128)
+    heads = number(config, "mamba_n_heads", 128)
     if any(pattern) and (_width(config) % heads or head not in ("auto", _width(config) // heads)):
         raise ConfigError(
             f"config.json: mamba_expand={shown(expand)} times hidden_size is not mamba_n_heads={shown(heads)} times mamba_d_head={shown(head)}"
@@ -99,13 +92,13 @@ def _expand(pattern: list[bool], model: Model) -> int:
 
 def _ffn_dim(value: Any, config: dict[str, Any]) -> Any:
     """An expert's width, or that of the MLP, which files call shared in both cases."""
-    return value if config.get("num_local_experts") else _number(config, "shared_intermediate_size", 1024)
+    return value if config.get("num_local_experts") else number(config, "shared_intermediate_size", 1024)
 
 
 def _shared(width: Any, config: dict[str, Any]) -> Any:
     if not config.get("num_local_experts"):
         return 0
-    own = _number(config, "intermediate_size", 11008)
+    own = number(config, "intermediate_size", 11008)
     if type(width) is not int or width < 1 or width % own:
         raise ConfigError(f"config.json: shared_intermediate_size={shown(width)} is no multiple of intermediate_size={own}")
     return width // own
@@ -191,20 +184,7 @@ GRANITE_HYBRID = Family(
         *ENDS,
         *ATTENTION,
         *PRE_NORMS,
-        entry(
-            [f"{LINEAR}.{name}.weight" for name in ("gate", "value", "key", "query", "decay")],
-            f"{MAMBA}.in_proj.weight",
-            CONCATENATED,
-        ),
-        *(
-            entry(
-                [f"{LINEAR}.{name}_filter{ours}" for name in ("value", "key", "query")],
-                f"{MAMBA}.conv1d.{theirs}",
-                CONCATENATED,
-            )
-            for ours, theirs in (("", "weight"), ("_bias", "bias"))
-        ),
-        *(entry(f"{LINEAR}.{ours}", f"{MAMBA}.{theirs}") for ours, theirs in {**NAMES, "skip": "D"}.items()),
+        *mamba_weights(f"{THEIRS}.mamba"),
         # One MLP, plain or beside experts.
         *(
             line

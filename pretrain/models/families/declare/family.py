@@ -20,6 +20,7 @@ from pretrain.models.families.declare.consistency import check_names, check_shar
 from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, refuse_null_share, rope_from_hf, rope_to_hf
 from pretrain.models.families.declare.typed_values import missing, typed
 from pretrain.models.families.declare.weights import Entry, resolve
+from pretrain.models.layer_specs import layer_specs
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
 REQUIRED = object()
@@ -352,7 +353,7 @@ BALANCE = "router_aux_loss_coef"
 
 def layers_with_experts(model: Model) -> int:
     """The number of layers whose MLP has experts."""
-    return model.layers - len(model.experts.dense_layers) if model.experts.count else 0
+    return sum(spec.experts for spec in layer_specs(model)) if model.experts.count else 0
 
 
 def _value(value: Any, model: Model) -> Any:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, needs_experts, sizes, tied
 from pretrain.models.families.declare.family import Field
-from pretrain.models.families.declare.weights import CONCATENATED, FUSED_PER_HEAD, entry
+from pretrain.models.families.declare.weights import CONCATENATED, FUSED_PER_HEAD, Entry, entry
 from pretrain.models.families.declare.windows import whole
 from pretrain.models.layer_specs import layer_specs
 
@@ -44,6 +45,29 @@ def refuse_nothing(theirs: str, value: Any) -> None:
     """Raise ConfigError for a size of 0, which to our key means one that follows from others."""
     if value == 0 and not isinstance(value, bool):
         raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
+
+
+def number(config: dict[str, Any], name: str, default: int) -> int:
+    """A whole number of config.json, 1 or more. Raises ConfigError for anything else."""
+    value = config.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {name}={shown(value)} is no whole number of 1 or more")
+    return value
+
+
+def refuse_uneven_groups(config: dict[str, Any], groups: tuple[str, int], heads: tuple[str, int]) -> None:
+    """Raise ConfigError where the groups of Mamba 2 do not divide its heads. Both are given as a field and what an absent one means."""
+    if (count := number(config, *heads)) % number(config, *groups):
+        raise ConfigError(f"config.json: {groups[0]}={number(config, *groups)} does not divide {heads[0]}={count}")
+
+
+_UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+def refuse_limits(config: dict[str, Any]) -> None:
+    """Raise ConfigError where the steps of Mamba 2 have limits."""
+    if (limit := config.get("time_step_limit", _UNLIMITED[0])) not in _UNLIMITED:
+        raise ConfigError(f"config.json: time_step_limit={shown(limit)} is not supported; only from 0 to infinity is")
 
 
 def full_attention_interval(model: Model) -> int | None:
@@ -118,6 +142,24 @@ NAMES = {
     "output.weight": "out_proj.weight",
 }
 """Tensors of linear attention that most families call the same, ours and theirs."""
+
+
+def mamba_weights(theirs: str) -> tuple[Entry, ...]:
+    """The tensors of Mamba 2, in the module of this name."""
+    return (
+        entry(
+            [f"{LINEAR}.{n}.weight" for n in ("gate", "value", "key", "query", "decay")],
+            f"{theirs}.in_proj.weight",
+            CONCATENATED,
+        ),
+        *(
+            entry([f"{LINEAR}.{n}_filter{ours}" for n in ("value", "key", "query")], f"{theirs}.conv1d.{kind}", CONCATENATED)
+            for ours, kind in (("", "weight"), ("_bias", "bias"))
+        ),
+        *(entry(f"{LINEAR}.{ours}", f"{theirs}.{their}") for ours, their in {**NAMES, "skip": "D"}.items()),
+    )
+
+
 _QUERY = f"{LAYER}.attention.query.weight"
 WEIGHTS_HYBRID = (
     *ENDS,

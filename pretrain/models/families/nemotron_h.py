@@ -1,0 +1,253 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (arXiv 2504.03624, 2508.14444, 2512.20848): layers of one sublayer each, which is Mamba 2, attention
+without positions, an MLP or experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError, shown
+from pretrain.models.families.declare.common import LAYER, TRAINING, activation, corrected, sizes
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.hybrid import mamba_weights, number, refuse_limits, refuse_nothing, refuse_uneven_groups
+from pretrain.models.families.declare.weights import STACKED, entry
+from pretrain.models.layer_specs import LayerSpec, layer_specs
+from pretrain.models.shape import PLAIN
+
+THEIRS = "backbone.layers.{layer}"
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _kind(spec: LayerSpec) -> str:
+    if spec.mixer != "none":
+        return _LETTERS["M" if spec.linear else "*"]
+    return _LETTERS["E" if spec.experts else "-"]
+
+
+def _kinds(config: dict[str, Any]) -> list[str]:
+    """What the layers are, by two fields that may say it: as names in transformers 5, as letters in published files."""
+    names, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    legal, said = list(_LETTERS.values()), []
+    if names is not None:
+        listed = names if isinstance(names, list) else [names]
+        said.append([_OLDER.get(name, name) if isinstance(name, str) else "" for name in listed])
+    if letters is not None:
+        said.append([_LETTERS.get(letter, "") for letter in letters] if isinstance(letters, str) else [""])
+    if not said:
+        raise ConfigError(
+            "config.json: hybrid_override_pattern is missing, and layers_block_type: nothing says what the layers are"
+        )
+    if not said[0] or said[0] != said[-1] or not set(said[0]) <= set(legal):
+        fields = f"layers_block_type={shown(names)} and hybrid_override_pattern={shown(letters)}"
+        raise ConfigError(
+            f"config.json: {fields} do not say the same of each layer, by {', '.join(legal)} or {' '.join(_LETTERS)}"
+        )
+    if "full_attention" not in said[0] or not {"moe", "mlp"} & set(said[0]):
+        raise ConfigError(
+            f"config.json: hybrid_override_pattern={shown(letters or names)} has no layer with attention, or none with an MLP, which is not built"
+        )
+    return said[0]
+
+
+def _of_layers(ours: str, back: Callable[[list[str]], Any]) -> Field:
+    """One of our keys that `layers_block_type` tells."""
+    return Field(
+        ours,
+        "layers_block_type",
+        None,
+        lambda value, model: [_kind(spec) for spec in layer_specs(model)],
+        lambda value, config: back(_kinds(config)),
+    )
+
+
+def _dense(kinds: list[str]) -> list[int]:
+    return [layer for layer, kind in enumerate(kinds) if kind == "mlp"] if "moe" in kinds else []
+
+
+def _layers(count: Any, config: dict[str, Any]) -> int:
+    """Files of transformers 5 leave the number out."""
+    if count is not None and count != len(_kinds(config)):
+        raise ConfigError(f"config.json: num_hidden_layers={shown(count)}, and {len(_kinds(config))} layers have a kind")
+    return len(_kinds(config))
+
+
+def _of_mamba(ours: str, theirs: str, default: int) -> Field:
+    """A size of Mamba 2. Where no layer has it, exports say the default."""
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        if "linear_attention" not in _kinds(config):
+            return PLAIN[f"linear_attention.{ours}"]
+        if ours == "key_heads":
+            refuse_limits(config)
+            refuse_uneven_groups(config, (theirs, default), ("mamba_num_heads", 128))
+        refuse_nothing(theirs, value)
+        return value
+
+    return Field(f"linear_attention.{ours}", theirs, default, lambda value, model: value or default, back)
+
+
+def _of_experts(field: Field) -> Field:
+    """A field that says nothing where no layer has experts."""
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        return field.back(value, config) if "moe" in _kinds(config) else PLAIN[field.ours]
+
+    return Field(field.ours, field.theirs, field.default, field.to, back)
+
+
+def _shared(width: Any, config: dict[str, Any]) -> int:
+    own = number(config, "moe_intermediate_size", 7688)
+    if type(width) is not int or width < 1 or width % own:
+        raise ConfigError(
+            f"config.json: moe_shared_expert_intermediate_size={shown(width)} is no multiple of moe_intermediate_size={own}, which is not built"
+        )
+    return width // own
+
+
+def _eps(value: Any, config: dict[str, Any]) -> Any:
+    if (other := config.get("norm_eps", value)) != value:
+        raise ConfigError(f"config.json: norm_eps={shown(other)} contradicts layer_norm_epsilon={shown(value)}")
+    return value
+
+
+def _head_dim(value: Any, config: dict[str, Any]) -> Any:
+    if (other := config.get("attention_head_dim", value)) != value:
+        raise ConfigError(
+            f"config.json: attention_head_dim={shown(other)} contradicts head_dim={shown(value)}, which is 128 if it is not there"
+        )
+    return value
+
+
+def _refuse(model: Model) -> str | None:
+    if both := [layer for layer, spec in enumerate(layer_specs(model)) if spec.mixer != "none" and spec.mlp != "none"]:
+        return f"model.sublayers={model.sublayers} gives layer {both[0]} two sublayers"
+    if model.experts.count and not model.experts.shared:
+        return "model.experts.shared=0 has no shared expert"
+    return None
+
+
+def _usual_linear(model: Model) -> list[bool]:
+    """In turn with MLPs, three layers of Mamba 2 and one of attention. A small model has attention in the last of them."""
+    mixers = (model.layers + 1) // 2
+    with_attention = {2 * mixer for mixer in range(mixers) if mixer % 4 == 3} or {2 * (mixers - 1)}
+    return [layer % 2 == 0 and layer not in with_attention for layer in range(model.layers)]
+
+
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    fields=(
+        *(field for field in sizes(kv_heads=8, length=4096) if field.ours not in ("layers", "head_dim")),
+        Field("layers", "num_hidden_layers", None, back=_layers),
+        Field("head_dim", "head_dim", 128, back=_head_dim),
+        Field("norm_eps", "layer_norm_epsilon", 1e-5, back=_eps),
+        activation("mlp_hidden_act", "relu2"),
+        _of_layers("sublayers", lambda kinds: ["mlp" if kind in ("moe", "mlp") else "mixer" for kind in kinds]),
+        _of_layers("linear_attention.pattern", lambda kinds: [kind == "linear_attention" for kind in kinds]),
+        _of_layers("experts.dense_layers", _dense),
+        _of_mamba("key_heads", "n_groups", 8),
+        _of_mamba("value_heads", "mamba_num_heads", 128),
+        _of_mamba("key_dim", "ssm_state_size", 128),
+        _of_mamba("value_dim", "mamba_head_dim", 64),
+        _of_mamba("kernel", "conv_kernel", 4),
+        *(
+            _of_experts(field)
+            for field in corrected(count=8, ffn_dim=7688, dense=0, scale=1.0, groups=1, active_groups=1)
+            if field.ours not in ("experts.active", "experts.shared", "experts.dense_layers")
+        ),
+        _of_experts(Field("experts.active", "num_experts_per_tok", 2)),
+        _of_experts(
+            Field(
+                "experts.shared",
+                "moe_shared_expert_intermediate_size",
+                7688,
+                lambda count, model: count * model.experts.ffn_dim,
+                _shared,
+            )
+        ),
+    ),
+    weights=(
+        entry("embedding.weight", "backbone.embeddings.weight"),
+        entry("norm.weight", "backbone.norm_f.weight"),
+        entry("output.weight", "lm_head.weight"),
+        *(entry(f"{LAYER}.{norm}.weight", f"{THEIRS}.norm.weight") for norm in ("attention_norm", "mlp_norm")),
+        *(
+            entry(f"{LAYER}.attention.{ours}.weight", f"{THEIRS}.mixer.{theirs}_proj.weight")
+            for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o"))
+        ),
+        *mamba_weights(f"{THEIRS}.mixer"),
+        *(
+            line
+            for name in ("up", "down")
+            for line in (
+                entry(f"{LAYER}.mlp.{name}.weight", f"{THEIRS}.mixer.{name}_proj.weight"),
+                entry(f"{LAYER}.mlp.shared.{name}.weight", f"{THEIRS}.mixer.shared_experts.{name}_proj.weight"),
+                entry(f"{LAYER}.mlp.experts.{name}", f"{THEIRS}.mixer.experts.{{expert}}.{name}_proj.weight", STACKED),
+            )
+        ),
+        entry(f"{LAYER}.mlp.router.weight", f"{THEIRS}.mixer.gate.weight"),
+        entry(f"{LAYER}.mlp.router.correction", f"{THEIRS}.mixer.gate.e_score_correction_bias"),
+    ),
+    fixed={
+        "positions": "none",
+        "tie_embeddings": False,
+        "linear_attention.kind": lambda model: "mamba2" if any(model.linear_attention.pattern or [True]) else "gated_delta",
+        "mlp.gated": False,
+        "experts.scoring": lambda model: "sigmoid" if model.experts.count else "softmax",
+        "experts.correction": lambda model: bool(model.experts.count),
+    },
+    defaults={
+        "mlp.activation": "relu2",
+        "sublayers": ["mixer", "mlp"],
+        "linear_attention.pattern": _usual_linear,
+        "experts.shared": lambda model: 1 if model.experts.count else 0,
+        "experts.correction_rate": lambda model: 0.001 if model.experts.count else 0.0,
+    },
+    constants={
+        "attention_bias": False,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "n_shared_experts": 1,  # of its own width
+        "tie_word_embeddings": False,  # transformers 5.23 ties nothing here, whatever it says
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    accepted={"moe_latent_size": None, "residual_in_fp32": False, "sliding_window": None},
+    derived={
+        "hybrid_override_pattern": lambda model: "".join(
+            letter for spec in layer_specs(model) for letter, kind in _LETTERS.items() if kind == _kind(spec)
+        ),
+        "expand": lambda model: 2,  # which no reader obeys, and all published files say
+        # transformers 5.23 takes it for the shortest step in a prompt, though not one by one. The model has no such limit.
+        "time_step_min": lambda model: 1e-20,
+        "time_step_limit": lambda model: None,
+    },
+    inert=TRAINING
+    | {
+        "chunk_size",
+        "hidden_dropout",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "norm_eps",  # read by `_eps`
+        "attention_head_dim",  # read by `_head_dim`
+        "num_logits_to_keep",
+        "num_nextn_predict_layers",
+        "partial_rotary_factor",
+        "rescale_prenorm_residual",
+        "rope_theta",
+        "time_step_floor",
+        "time_step_max",
+        "use_mamba_kernels",
+    },
+    rope=None,
+    prefix="backbone.",
+    nested="model.",
+    dropped=lambda name, model: name.startswith("mtp."),
+    refuse=_refuse,
+)

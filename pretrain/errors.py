@@ -60,9 +60,16 @@ class ConfigError(UserError):
 
 
 class LaunchError(UserError):
-    """The processes that were started do not fit the configuration."""
+    """The processes that were started do not fit the configuration.
+
+    `remedy`: what to do about it in the place where they were started, which ends the message.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(f"{message}; {remedy}" if remedy else message)
+        self.problem = message
 
 
 class DataError(UserError):

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pretrain.errors import INTERRUPTED, ConfigError, LaunchError, UserError, print_error
+from pretrain.errors import INTERRUPTED, ConfigError, DataError, LaunchError, UserError, print_error
 
 if TYPE_CHECKING:
     from pretrain.observe.sinks import Sink
@@ -127,14 +127,14 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
             check(config, arguments.ranks, arguments.explain)
         else:
             train(config, end, extensions)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         # Such a message begins with the key whose value is at fault: `model.dim=33 is not ...`, `data.sources: every weight ...`.
         begins = re.match(r"[a-z_]+(?:\.\w+)+", str(error))
-        key = error.key or (begins and begins[0])
+        key = getattr(error, "key", None) or (begins and begins[0])
         place = origin_of(key, origins) if key else "default"
-        if place == "default":
-            raise
-        raise ConfigError(f"{place}: {error}", key) from error
+        if place != "default":
+            error.args = (f"{place}: {error}",)
+        raise
 
 
 def _refuse_without_folders() -> None:

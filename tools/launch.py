@@ -3,6 +3,8 @@
 What a target has to be told is in launch/targets/TARGET.yaml: --set name=value.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import re
@@ -10,10 +12,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
 from pretrain.errors import LaunchError, reason_of, run_tool  # noqa: E402
+
+if TYPE_CHECKING:
+    from pretrain.launching.targets import Launch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,14 +65,17 @@ def launch(arguments: argparse.Namespace) -> int:
         )
     if target.name == "ssh":
         settings = target.chosen(described, given)
+        commands = host_commands(described, settings)
+        check_runs(described)
         if arguments.dry_run:
-            for command in host_commands(described, settings).values():
+            for command in commands.values():
                 print(shlex.join(command))
             return 0
         return run_over_ssh(described, settings)
     name = f"{described.facts()['label']}.{target.name}.{target.format}"
     file = arguments.output or Path("runs") / "launch" / name
     manifest, command = target.rendered(described, given, str(file))
+    check_runs(described)
     if manifest is not None:
         if arguments.dry_run:
             print(f"# {file}\n{manifest}", end="")
@@ -85,6 +94,19 @@ def launch(arguments: argparse.Namespace) -> int:
         raise LaunchError(
             f"{command[0]} is not installed here{kept}; run the command where it is: {shlex.join(command)}"
         ) from error
+
+
+def check_runs(described: Launch) -> None:
+    """Raise ConfigError or LaunchError for a run that could not start on so many processes: a job would find it out hours later."""
+    from pretrain.config.load import load_config
+    from pretrain.train.plan import check_without_device
+
+    config, _ = load_config(described.config, described.overrides)
+    for nodes in sorted({described.fewest_nodes, described.nodes}):
+        try:
+            check_without_device(config, nodes * described.gpus)
+        except LaunchError as error:
+            raise LaunchError(f"--nodes {nodes} --gpus {described.gpus}: {error.problem}", "choose other numbers, or change the key") from error
 
 
 def keep(manifest: str, file: Path, replaces: bool) -> None:

@@ -67,7 +67,7 @@ class Launch:
         return str(self.nodes) if self.fewest_nodes == self.nodes else f"{self.fewest_nodes}:{self.nodes}"
 
     def facts(self) -> dict[str, Any]:
-        """The values that a place may mention. Raises ConfigError if the configuration is wrong."""
+        """The values that a place may mention. Raises ConfigError if the configuration cannot be read."""
         name = load_config(self.config, self.overrides)[0].run.name
         label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_LABEL].rstrip("-")
         arguments = ["--config", self.config, *self.overrides]

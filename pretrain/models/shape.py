@@ -134,7 +134,8 @@ def _sizes(model: Model, sequence_length: int | None) -> Model:
     longest = model.max_sequence_length or sequence_length
     if sequence_length and longest < sequence_length:
         raise ConfigError(
-            f"model.max_sequence_length={longest} is below data.sequence_length={sequence_length}; raise it or remove it"
+            f"model.max_sequence_length={longest} is below data.sequence_length={sequence_length}; lower the latter, or set model.max_sequence_length="
+            f"{sequence_length} (of a trained model: positions that it has never seen)"
         )
     head_dim = model.head_dim or model.dim // model.heads
     return dataclasses.replace(model, head_dim=head_dim, kv_heads=kv_heads, max_sequence_length=longest)

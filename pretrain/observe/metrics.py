@@ -74,7 +74,7 @@ class StepRecord:
     )
     mfu: float | None = measured(
         "model FLOPs of the step alone, divided by the devices' peak (`pretrain/observe/flops.py` lists the devices). Per token they are 6 × parameters in "
-        "matrix products + 12 × layers × width of attention × min(sequence length, window) (`model.family=hf`: without windows; linear attention: 18 × value_heads × key_dim × value_dim of a layer instead), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
+        "matrix products + 12 × layers × width of attention × min(sequence length, window) (`model.family=hf`: without windows; linear attention: 18 × value_heads × key_dim × value_dim of a layer instead, 12 × of Mamba 2), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
         "the embedding's look-up and recomputation do not, and attention counts as if it were not causal",
         "share",
         SINCE,

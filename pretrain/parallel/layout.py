@@ -235,10 +235,11 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
     if wanted == 0:
         given = (config.parallel.replicate or config.parallel.shard) * together
         near = nearest_multiples(world_size, given)
-        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}: {command_for(given)}")
+        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}", f"start {near}: {command_for(given)}")
     if wanted != world_size:
         raise LaunchError(
-            f"{keys} expects {wanted} processes, {world_size} started; start them with: {command_for(wanted)}"
+            f"{keys} expects {wanted} processes, {world_size} started",
+            f"start them with: {command_for(wanted)}"
             + (" (on a host without GPU, accelerate launch needs --multi_gpu to start several)" if world_size == 1 else "")
         )
     if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
@@ -247,8 +248,9 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         if config.parallel.expert > 1:  # which neither of the two takes
             alone = "parallel.expert=1" + (" and parallel.strategy=single" if config.parallel.strategy == strategy else "")
         raise LaunchError(
-            f"{_chosen(config, strategy)} expects several processes, 1 started; start them with: {command_for(least)} "
-            f"(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set {alone}"
+            f"{_chosen(config, strategy)} expects several processes, 1 started",
+            f"start them with: {command_for(least)} "
+            f"(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set {alone}",
         )
 
 

@@ -106,6 +106,12 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
     changed = [(old, new) for old, new in both if (old and old.value) != (new and new.value)]
     consequence = _new_past(saved, own, step)
+    ends = (
+        (saved.get("schedule", {}).get("warmup_steps"), saved.get("run", {}).get("steps")),
+        (own.schedule.warmup_steps, own.run.steps),
+    )
+    if consequence and any(warmup and warmup == steps for warmup, steps in ends):
+        consequence += " (a warmup longer than the run is shortened to run.steps, which has changed)"
     rules = ("accept", "schedule") if consequence else ("accept",)
     found = []
     for old, new in changed:

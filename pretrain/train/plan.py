@@ -113,6 +113,7 @@ def make_plan(given: Config, world_size: int, device: torch.device, choice: Form
     config = with_vocabularies(config, data)
     tokens = {key: value for key, (value, _) in _in_steps(given, config).items()}
     laid_out = _lay_out(given, config, world_size, device, choice)
+    laid_out.notes.extend(_unused_rows(config, data))
     if config.validation.prompts:
         Prompts(config, data.tokenizer_path)  # refused now, also by --check, and not when the model has been built
     return Plan(config=config, data=data, tokens=tokens, **laid_out._asdict())
@@ -121,12 +122,25 @@ def make_plan(given: Config, world_size: int, device: torch.device, choice: Form
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
     choice = chosen_format(given.precision.compute, device)
-    config = with_format(resolve(take_rest(given, world_size)), choice)
+    config = _with_some_vocabulary(with_format(resolve(take_rest(given, world_size)), choice))
+    _lay_out(given, config, world_size, device, choice)
+
+
+def check_without_device(given: Config, world_size: int) -> None:
+    """Make the checks of a plan that need neither data nor the devices of the run. Raises ConfigError or LaunchError."""
+    config = _with_some_vocabulary(resolve(take_rest(given, world_size)))
+    check_tensor(config.model, config.parallel.tensor)
+    network = network_without_values(config)
+    check_groups(network, config.optim)
+    plan_layout(config, world_size, count_parameters(network), None)
+
+
+def _with_some_vocabulary(config: Config) -> Config:
+    """The configuration with a vocabulary of some size where the data would say it."""
     model = config.model
     own_table = model.encoder.layers and not model.encoder.share_embedding
     keys = ["vocab_size", "encoder.vocab_size"] if own_table else ["vocab_size"]
-    model = with_values(model, {key: flat(model)[key] or STAND_IN_VOCABULARY for key in keys})
-    _lay_out(given, dataclasses.replace(config, model=model), world_size, device, choice)
+    return dataclasses.replace(config, model=with_values(model, {key: flat(model)[key] or STAND_IN_VOCABULARY for key in keys}))
 
 
 class _LaidOut(NamedTuple):
@@ -271,6 +285,18 @@ def with_vocabularies(config: Config, data: TrainingData) -> Config:
     if encoder.layers:
         check_encoder(model)  # the checks that depend on the vocabulary
     return dataclasses.replace(config, model=model)
+
+
+def _unused_rows(config: Config, data: TrainingData) -> list[str]:
+    """What a start says of tables with many more rows than tokens, as presets have them for tokenizers of other data."""
+    if config.run.init_from is not None:  # the sizes are those of the weights
+        return []
+    rows = {key: flat(config.model)[key] or 0 for key in data.vocabularies}
+    return [
+        f"model.{key}={count}: {count - vocabulary.size:,} of these rows belong to no token of {vocabulary.place}; model.{key}=null takes as many as it has"
+        for key, vocabulary in data.vocabularies.items()
+        if (count := rows[key]) > max(1.05 * vocabulary.size, vocabulary.size + 128)
+    ]
 
 
 def network_without_values(config: Config) -> nn.Module:

@@ -17,7 +17,7 @@ from pretrain.launching.settings import parse_settings, setting_types, typed
 from pretrain.launching.targets import Launch, Target, read_target, target_names
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+CONFIG = str(ROOT / "configs" / "pretrain" / "llama-125m.yaml")
 POD = {"image": "r/p:1", "volume_claim": "runs"}
 JOB = {"image": "i", "role": "arn:aws:iam::123456789012:role/t", "instance_type": "ml.p5.48xlarge", "bucket": "s3://b/runs"}
 SHARED = {"file_system": "fs-0123456789abcdef0", "file_system_path": "/fsx", "subnets": "s-1,s-2", "security_groups": "[sg-1]"}
@@ -176,8 +176,8 @@ def test_a_setting_that_this_launch_has_no_use_for_is_refused(capsys, target, se
 def test_an_accelerator_is_needed_by_processes_that_have_devices(capsys):
     said = refused(capsys, launch_words("skypilot", {"volume": "disk"}, "--dry-run"))
     assert "skypilot with devices needs --set accelerator=..." in said
-    [task] = manifest(capsys, "skypilot", {"volume": "disk"}, "--cpu", "--gpus", "3")
-    assert "accelerators" not in task["resources"] and " GPUS=3 " in task["run"]
+    [task] = manifest(capsys, "skypilot", {"volume": "disk"}, "--cpu", "--gpus", "2")
+    assert "accelerators" not in task["resources"] and " GPUS=2 " in task["run"]
     [task] = manifest(capsys, "skypilot", {"volume": "disk", "accelerator": "H100"}, "--gpus", "8")
     assert task["resources"]["accelerators"] == "H100:8" and " GPUS=8 " in task["run"]
 
@@ -276,7 +276,7 @@ def test_requests_with_shared_storage_fit_the_model_of_the_api(capsys):
 
 def test_a_second_job_of_a_run_has_another_name_and_the_same_checkpoints(capsys):
     first = request(capsys, {})
-    second = request(capsys, {"job_name": "quickstart-2"})
-    assert (first["TrainingJobName"], second["TrainingJobName"]) == ("quickstart", "quickstart-2")
-    assert first["CheckpointConfig"]["S3Uri"] == "s3://b/runs/quickstart/checkpoints"
-    assert {**second, "TrainingJobName": "quickstart"} == first
+    second = request(capsys, {"job_name": "llama-125m-2"})
+    assert (first["TrainingJobName"], second["TrainingJobName"]) == ("llama-125m", "llama-125m-2")
+    assert first["CheckpointConfig"]["S3Uri"] == "s3://b/runs/llama-125m/checkpoints"
+    assert {**second, "TrainingJobName": "llama-125m"} == first

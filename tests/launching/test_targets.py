@@ -190,9 +190,17 @@ def test_names_are_what_dns_allows(name, label):
             ["--nodes", "2", *(f"--set={k}={v}" for k, v in GIVEN["sagemaker"].items())],
             "sagemaker with several nodes needs --set file_system=..., --set file_system_path=..., --set subnets=..., --set security_groups=...",
         ),
-        ("ssh", ["--nodes", "3", "--set", "hosts=a,b"], "--nodes 3, and --set hosts= names 2 hosts"),
+        ("ssh", ["--nodes", "4", "--set", "hosts=a,b"], "--nodes 4, and --set hosts= names 2 hosts"),
         ("slurm", ["optim.lrr=1"], "optim.lrr"),
         ("slurm", ["--set", "time"], "is not of the form key=value"),
+        # What every process of the job would have found out, when it had started.
+        ("slurm", ["--nodes", "2", "--gpus", "8"], "batch.sequences=8 is not divisible by batch.micro_sequences=4 times 16"),
+        ("ssh", ["--nodes", "2", "--gpus", "8", "--set", "hosts=a,b"], "batch.sequences=8 is not divisible by batch.micro_sequences=4 times 16"),
+        ("slurm", ["optim.name=schedule_free_adamw"], "schedule.name"),
+        ("slurm", ["--nodes", "2", "model.ffn_dim=77", "parallel={strategy: fsdp, tensor: 2}"], "model.ffn_dim=77 does not divide by it"),
+        ("kubernetes", ["--nodes", "2:3", *(f"--set={k}={v}" for k, v in GIVEN["kubernetes"].items())], "times 3"),
+        ("slurm", ["--gpus", "3", "parallel={strategy: fsdp, shard: 2}"], "parallel.shard=2: 3 processes do not divide by 2; choose other"),
+        ("slurm", [], "--nodes 1 --gpus 1: parallel.strategy=ddp expects several processes, 1 started; choose other numbers, or change the key"),
     ],
 )
 def test_what_cannot_be_launched_is_said_in_one_line(capsys, target, words, says):
@@ -231,26 +239,27 @@ def test_a_client_that_is_not_installed_is_named_and_the_manifest_kept(tmp_path)
         "skypilot",
         "--output",
         tmp_path / "t.yaml",
+        "--gpus=2",
     ]
     words += [f"--set={key}={value}" for key, value in GIVEN["skypilot"].items()]
     done = subprocess.run(words, capture_output=True, text=True, env={"PATH": "/nowhere"})
     assert done.returncode == 2 and f"sky is not installed here; the manifest is {tmp_path / 't.yaml'}" in done.stderr
-    assert yaml.safe_load((tmp_path / "t.yaml").read_text())["resources"]["accelerators"] == "H100:1"
+    assert yaml.safe_load((tmp_path / "t.yaml").read_text())["resources"]["accelerators"] == "H100:2"
 
 
 def test_a_manifest_is_kept_in_the_place_of_no_other_file(tmp_path, monkeypatch, capsys):
     """An unrelated file was replaced without a word."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    words = ["--config", str(ROOT / CONFIG), "--target", "kubernetes", *[f"--set={k}={v}" for k, v in GIVEN["kubernetes"].items()]]
+    words = ["--config", str(ROOT / CONFIG), "--target", "kubernetes", "--gpus=2", *[f"--set={k}={v}" for k, v in GIVEN["kubernetes"].items()]]
     (tmp_path / "mine.yaml").write_text("mine")
     refused = "error: --output mine.yaml: already exists with other content; choose another file or remove it first\n"
     assert tool("launch").main([*words, "--output", "mine.yaml"]) == 2 and capsys.readouterr().err == refused
     assert (tmp_path / "mine.yaml").read_text() == "mine"
-    for more in (["--output", "a.yaml"], ["--output", "a.yaml"], ["--nodes", "2"], []):  # the same again, or another in its own folder
+    for more in (["--output", "a.yaml"], ["--output", "a.yaml"], ["--nodes", "1", "--cpu"], []):  # the same again, or another in its own folder
         assert tool("launch").main([*words, *more]) == 2
         assert "kubectl is not installed here; the manifest is" in capsys.readouterr().err
-    assert tool("launch").main([*words, "--nodes", "2", "--output", "a.yaml"]) == 2
+    assert tool("launch").main([*words, "--cpu", "--output", "a.yaml"]) == 2
     assert "--output a.yaml: already exists" in capsys.readouterr().err
     assert (tmp_path / "a.yaml").read_text() == (tmp_path / "runs" / "launch" / "quickstart.kubernetes.yaml").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import math
 
@@ -15,6 +16,7 @@ from presets import PUBLISHED, preset
 from pretrain.config.attention_schema import AttentionConfig
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
+from pretrain.models import families as models_families
 from pretrain.models.families import complete, families, family_of, family_of_hf
 from pretrain.models.families.declare.family import REQUIRED
 from pretrain.models.shape import with_values
@@ -52,6 +54,14 @@ def written_again(config):
         if k not in ("architectures", "model_type", "auto_map", "transformers_version")
     }
     return AutoConfig.for_model(family_of_hf(config).model_type, **fields).to_dict()
+
+
+def test_two_families_that_read_the_same_files_are_refused(monkeypatch):
+    """A newcomer's variant of Llama, which had Llama's architecture, took over all imports of Llama."""
+    again = dataclasses.replace(family_of("llama"), name="mine")
+    monkeypatch.setattr(models_families, "families", lambda: [*families(), again])
+    with pytest.raises(ConfigError, match="model.family=llama and model.family=mine both read files of LlamaForCausalLM"):
+        family_of_hf(PUBLISHED["llama3.1-8b"])
 
 
 SPARSE = {"vocab_size": 61, "hidden_size": 1024, "num_hidden_layers": 13, "num_attention_heads": 128, "intermediate_size": 48}

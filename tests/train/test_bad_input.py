@@ -25,7 +25,12 @@ def refused(pool, config_file: Path, *overrides: str, ranks: int = 1) -> tuple[i
 
 def test_missing_data_is_named(pool, config_file):
     code, line = refused(pool, config_file, "data.sources=[{path: /nowhere}]")
-    assert code == 1 and "/nowhere" in line
+    assert code == 1 and line.startswith("error: command line: data.sources.0: /nowhere")
+    written = config_file.read_text().splitlines()
+    place = next(number for number, text in enumerate(written, 1) if "path: " in text)
+    config_file.write_text("\n".join(written).replace("path: ", "path: /nowhere"))
+    code, line = refused(pool, config_file)
+    assert code == 1 and line.startswith(f"error: {config_file}:{place}: data.sources.0: /nowhere"), line
     code, line = refused(pool, config_file, "data.sources=[]")
     assert code == 2 and "data.sources is empty" in line
 
@@ -93,6 +98,15 @@ def test_a_source_smaller_than_a_global_batch_is_refused(pool, config_file, tmp_
     tiny = write_prepared(tmp_path / "tiny", byte_tokenizer, seed=1, documents=2)
     code, line = refused(pool, config_file, f"data.sources=[{{path: {tiny}}}]")
     assert code == 1 and "hold 12 samples of data.sequence_length=32" in line and "batch.sequences=16" in line
+
+
+def test_rows_of_no_token_are_named(pool, config_file, prepared):
+    """A newcomer's tokenizer of 2,000 tokens and a preset for 32,000: more than half of the model would never see a token."""
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "model.vocab_size=32000")
+    said = f"note     model.vocab_size=32000: 31,743 of these rows belong to no token of {prepared}; model.vocab_size=null takes as many as it has"
+    assert code == 0 and said in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "model.vocab_size=384")
+    assert code == 0 and "belong to no token" not in printed
 
 
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(pool, config_file, prepared):

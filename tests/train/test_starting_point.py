@@ -232,6 +232,16 @@ def test_the_step_that_a_message_names_shows_the_difference(config_file, tmp_pat
     assert text == "the learning rate of step 5 would be 0.000105 instead of 9e-05"
 
 
+def test_a_warmup_that_was_shortened_to_the_run_is_said_to_be():
+    """A newcomer had written 30 both times, and was told that 12 had become 24."""
+    old, new = (Config(schedule=Schedule(warmup_steps=min(30, steps)), run=Run(steps=steps)) for steps in (12, 24))
+    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6) if change.name == "schedule.warmup_steps"}
+    assert text.endswith(" (a warmup longer than the run is shortened to run.steps, which has changed)")
+    old, new = (Config(schedule=Schedule(warmup_steps=warmup), run=Run(steps=24)) for warmup in (5, 8))
+    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6)}
+    assert "shortened" not in text
+
+
 def test_a_key_that_is_absent_on_one_side_and_null_on_the_other_is_no_change(config_file):
     old, new = Config(), Config(optim=Optim(groups=[ParameterGroup("norm.*", 0.5)]))
     names = [change.name for change in setting_changes(dataclasses.asdict(old), new, 4)]

@@ -37,7 +37,9 @@ Work = Sequence[int]
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit as a process gets it. `cuts_tail`: the end of each document belongs to the validation split, instead of some documents."""
+    """One unit as a process gets it. `cuts_tail`: the end of each document belongs to the validation split, instead of some documents. `only_file`: the
+    corpus is one file.
+    """
 
     unit: int
     pieces: tuple[Piece, ...]
@@ -46,6 +48,7 @@ class UnitJob:
     tokenizer: TokenizerIdentity
     engine: str
     cuts_tail: bool
+    only_file: bool
     parts: Path
 
 
@@ -160,8 +163,11 @@ class _Unit:
                 continue
             cut = _tail_begin(content, self._job.settings.validation_fraction)
             head, tail = content[:cut], content[cut:]
-            if not _is_blank(content):
-                self._refuse_blank(reader.origin(row), head, tail)
+            if (_is_blank(head) or _is_blank(tail)) and not _is_blank(content):
+                if self._job.only_file:
+                    self._refuse_blank(reader.origin(row), head, tail)
+                yield content, row, _LAST_PLACE
+                continue
             yield head, row, _LAST_PLACE
             yield tail, row + content.count("\n", 0, cut), 0
 

@@ -402,8 +402,28 @@ def test_a_text_whose_end_or_beginning_is_blank_is_refused_for_that(
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_several_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path):
-    """The end is taken of a corpus that is one plain file only; an empty split says what to do."""
+@pytest.mark.parametrize("count", [2, 5, 90])
+def test_the_ends_of_a_few_text_files_are_the_validation_split(trained, tmp_path, capsys, count):
+    """A newcomer's corpus of 2 and of 5 files had an empty split: each goes there with a chance of one in ten."""
+    texts = {f"{number:02}.txt": "\n".join(f"file {number}, {line}" for line in LINES[:50]) for number in range(count)}
+    texts["short.txt"] = "a\n"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    result = prepare([str(tmp_path / "*.txt")], trained["byte"], tmp_path / "out", validation_fraction=0.1)
+    heads, tails = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert [split.documents for split in result.splits] == [count + 1, count] and not result.empty_documents
+    assert sorted(head + tail for head, tail in zip(heads, tails)) == sorted(text for name, text in texts.items() if name != "short.txt")
+    assert heads[-1] == texts["short.txt"]
+    said = f"{count + 1} text files, too few for a share of 0.1 of them: the end of each, so much of it, is the validation split, from the next line on"
+    assert said in capsys.readouterr().err
+
+
+def test_many_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path, capsys):
+    """The ends are taken of a few plain files only; an empty split says what to do."""
+    for number in range(101):
+        (tmp_path / f"{number}.txt").write_text(f"file {number}\n" * 20)
+    many = prepare([str(tmp_path / "*.txt")], trained["byte"], tmp_path / "many", validation_fraction=0.1)
+    assert sum(split.documents for split in many.splits) == 101 and "text files, too few" not in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
     result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "lines", validation_fraction=0.1, text_mode="line")

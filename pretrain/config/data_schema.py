@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import SET, UNSET, key, section
+from pretrain.config.keys import SET, TOKENS_OF_A_RUN, UNSET, key, section
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Source:
         "Budget of this source, instead of a weight: how many of its tokens a run reads that is as long as all budgets together. If one source has a "
         "budget, all need one.",
         ge=1,
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
     )
     loss_weight: float = key(
         1.0,
@@ -62,7 +62,7 @@ class MixtureStage:
         None,
         "Where the stage ends, in tokens since the start of the run (samples × sequence_length); null: never.",
         ge=1,
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
     )
     weights: dict[str, float] = key(
         {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0, le=1e15

@@ -35,7 +35,10 @@ AtResume = Literal["free", "accept", "schedule", "content", "never"]
 SET, UNSET = "set", "unset"
 
 MOST_STEPS = 10**12
-"""The largest number of steps or tokens that a key takes."""
+"""The largest number of steps that a key takes."""
+TOKENS_OF_A_RUN = 2**62
+"""The largest number of tokens that a key of a run, or of a part of it, takes."""
+
 REMOVED = {"data.exact_resume": "every run resumes exactly now, on text as well; remove the key"}
 """Keys of earlier versions, with what to do about each. Records of runs may have them; configurations may not."""
 

@@ -18,7 +18,7 @@ FamilyName = Literal[
     "t5",
 ]  # fmt: skip
 
-MOST_TOKENS = 2**26
+LARGEST_VOCABULARY = 2**26
 
 ENCODER = {"model.encoder.layers": Except(0)}
 
@@ -129,7 +129,7 @@ class EncoderConfig:
         le=10_000,
     )
     vocab_size: int | None = key(
-        None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2, le=MOST_TOKENS
+        None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2, le=LARGEST_VOCABULARY
     )
     share_embedding: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
     decoder_start_id: int | None = key(
@@ -137,7 +137,7 @@ class EncoderConfig:
         "Token that the decoder starts from; the end-of-document token of the targets' tokenizer by default. T5's own models start "
         "from their padding token, 0.",
         ge=0,
-        le=MOST_TOKENS,
+        le=LARGEST_VOCABULARY,
     )
 
 
@@ -173,7 +173,7 @@ class Model:
         None,
         "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.",
         ge=2,
-        le=MOST_TOKENS,
+        le=LARGEST_VOCABULARY,
     )
     tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
     norm_eps: float | None = key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import MOST_STEPS, SET, UNSET, Except, key, section
+from pretrain.config.keys import MOST_STEPS, SET, TOKENS_OF_A_RUN, UNSET, Except, key, section
 
 FALLING_AT_ONCE = ("cosine", "linear")
 """Schedules that fall from the end of the warmup to the last step."""
@@ -151,7 +151,10 @@ class RateStage:
         "equal ratios.",
     )
     tokens: int | None = key(
-        None, "Instead of `steps`: the stage's last step is the first after which it has so many tokens.", ge=1, le=2**62
+        None,
+        "Instead of `steps`: the stage's last step is the first after which it has so many tokens.",
+        ge=1,
+        le=TOKENS_OF_A_RUN,
     )
     by_tokens: bool | None = key(
         None,
@@ -180,7 +183,7 @@ class Schedule:
         None,
         "Instead of `warmup_steps`: the warmup's last step is the first that reaches so many tokens.",
         ge=1,
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
         when={"data.pairs": UNSET},
     )
     warmup_by_tokens: bool | None = key(
@@ -207,7 +210,7 @@ class Schedule:
         None,
         "Instead of `decay_steps`: tokens of the final decay, which has as many whole steps as fit in, and at least one.",
         ge=1,
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
         when={"schedule.name": ("wsd",), "data.pairs": UNSET},
     )
     decay_by_tokens: bool | None = key(

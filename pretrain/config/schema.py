@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pretrain.config.data_schema import Data
-from pretrain.config.keys import MOST_STEPS, SET, UNSET, Except, key, section
+from pretrain.config.keys import MOST_STEPS, SET, TOKENS_OF_A_RUN, UNSET, Except, key, section
 from pretrain.config.log_schema import Log
 from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import Optim, Schedule
@@ -37,7 +37,7 @@ class Run:
         "Instead of `steps`: tokens of the whole run (samples × sequence_length). Its last step is the first that reaches them.",
         ge=1,
         resume="schedule",
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
         when={"data.pairs": UNSET},
     )
     resume: str = key(
@@ -94,7 +94,10 @@ class BatchStage:
     """A stage of a batch-size ramp."""
 
     until_tokens: int = key(
-        "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1, le=2**62
+        "???",
+        "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.",
+        ge=1,
+        le=TOKENS_OF_A_RUN,
     )
     sequences: int = key("???", "Samples per optimizer step in this stage, over all ranks.", ge=1, le=2**40)
 
@@ -107,7 +110,7 @@ class LengthStage:
         "???",
         "Steps that begin before so many tokens (samples × sequence_length) have rows of `length` tokens.",
         ge=1,
-        le=2**62,
+        le=TOKENS_OF_A_RUN,
     )
     length: int = key("???", "Tokens of a row: a divisor of `data.sequence_length`.", ge=1, le=2**40)
 

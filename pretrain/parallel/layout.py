@@ -240,7 +240,7 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         raise LaunchError(
             f"{keys} expects {wanted} processes, {world_size} started",
             f"start them with: {command_for(wanted)}"
-            + (" (on a host without GPU, accelerate launch needs --multi_gpu to start several)" if world_size == 1 else "")
+            + (" (on a host without GPU, accelerate launch needs --multi_gpu to start several)" if world_size == 1 else ""),
         )
     if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
         least = expected_world_size(config) or 2

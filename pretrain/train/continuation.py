@@ -305,7 +305,7 @@ class Continuation:
             log.info("starting at step 0%s", said)
         return Progress()
 
-    def settle(self) -> None:
+    def set_aside(self) -> None:
         """Set aside the checkpoints that this start leaves behind. Call it when nothing can refuse the start any more."""
         if self.ranks.is_main:
             for line in self.starting_point.resumed.set_aside() if self.starting_point.resumed else []:

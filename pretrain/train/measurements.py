@@ -14,8 +14,8 @@ from pretrain.observe.flops import peak_flops
 from pretrain.observe.metrics import StepRecord, Window
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.plan import Plan
+from pretrain.train.queued_step import QueuedStep
 from pretrain.train.run_directory import RunDirectory
-from pretrain.train.taken_step import TakenStep
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Measurements:
             self._flops_per_token[lengths] = self.plan.flops_per_token(consumed)
         return self._flops_per_token[lengths]
 
-    def count_sources(self, step: TakenStep, figures: dict[str, Tensor]) -> None:
+    def count_sources(self, step: QueuedStep, figures: dict[str, Tensor]) -> None:
         """Add the losses of a step to those of its sources."""
         for name, loss, tokens in zip(self.plan.data.source_names, figures["source_losses"].tolist(), step.source_tokens):
             before = self._source_losses.get(name, (0.0, 0))

@@ -277,7 +277,7 @@ def _begin(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, 
 
 def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, place: dict[str, Any]) -> None:
     # Written only now: a refused start must not change what the directory says about its run.
-    trainer.continuation.settle()
+    trainer.continuation.set_aside()
     start = {
         "step": trainer.progress.step,
         "samples": trainer.progress.samples,

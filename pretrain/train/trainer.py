@@ -36,11 +36,11 @@ from pretrain.train.layer_statistics import LayerStatistics
 from pretrain.train.measurements import Measurements
 from pretrain.train.out_of_memory import explaining_memory, remember_allocations
 from pretrain.train.plan import Plan
+from pretrain.train.queued_step import Figures, QueuedStep, runs_ahead
 from pretrain.train.reporting import Reporting
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
 from pretrain.train.stop import StopPoll, StopRequest
-from pretrain.train.taken_step import Figures, TakenStep, runs_ahead
 from pretrain.train.validation import Evaluation
 from pretrain.train.verdict import Verdict, Wishes, agree_on_step, read_batch
 
@@ -72,7 +72,7 @@ class Trainer:
         )
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
-        self.ahead: TakenStep | None = None
+        self.ahead: QueuedStep | None = None
         self.settled_step = self.progress.step
         self.end_reason: str | None = None
         """Why a callback ended the run."""
@@ -105,7 +105,7 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, target_tokens: int, digest: str = "", source_tokens: Sequence[int] = ()) -> TakenStep:
+    def step(self, batch: StepBatch, target_tokens: int, digest: str = "", source_tokens: Sequence[int] = ()) -> QueuedStep:
         """Make one optimizer step on this rank's share of the global batch, or queue it on a GPU, which the host does not wait for.
 
         `target_tokens`: those of the global batch. For the record: the `digest` of its samples, and `source_tokens`, its target tokens by source.
@@ -146,7 +146,7 @@ class Trainer:
         self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
         figures = {"objective": objective, "loss": loss, "grad_norm": grad_norm, "source_losses": by_source}
-        return TakenStep(
+        return QueuedStep(
             number=number,
             tokens=self.progress.tokens,
             samples=self.progress.samples,
@@ -158,7 +158,7 @@ class Trainer:
             source_tokens=list(source_tokens),
         )
 
-    def settle(self, step: TakenStep) -> StepRecord:
+    def settle(self, step: QueuedStep) -> StepRecord:
         """Wait for the figures of a step. Return the numbers to report, equal on all ranks.
 
         Raises TrainingError if its update was refused, and no more steps may be skipped.
@@ -186,7 +186,7 @@ class Trainer:
             **self.layers.settle(figures),
         )
 
-    def _skip_step(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
+    def _skip_step(self, step: QueuedStep, figures: dict[str, torch.Tensor]) -> None:
         """Count a step whose update the device left out. Raises TrainingError if no more may be skipped."""
         finite = torch.isfinite(step.losses_B).tolist()
         bad = [position for position, is_finite in zip(step.positions, finite) if not is_finite]

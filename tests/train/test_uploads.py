@@ -197,7 +197,7 @@ def test_going_back_that_is_interrupted_is_not_forgotten(config_file, store, upl
 
     back = (*uploading, "checkpoint.keep_last=0", f"run.resume={own(run, 2)}")
     with monkeypatch.context() as patched:
-        patched.setattr("pretrain.train.continuation.Continuation.settle", killed)
+        patched.setattr("pretrain.train.continuation.Continuation.set_aside", killed)
         run_main(str(config_file), *back)
     assert f"run.resume={own(run, 6)} leaves the copies" in refused(config_file, *uploading)
     trained(config_file, *back)

@@ -35,10 +35,10 @@ from pretrain.observe.profile import Recorded, profiled
 from pretrain.parallel.layout import take_rest
 from pretrain.parallel.stand_in import stand_in
 from pretrain.train.plan import Plan, make_plan
+from pretrain.train.queued_step import QueuedStep
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.session import prepare_process
 from pretrain.train.starting_point import StartingPoint
-from pretrain.train.taken_step import TakenStep
 from pretrain.train.trainer import Trainer
 
 WARM_UP = 5
@@ -201,7 +201,7 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, i
     return time.monotonic() - start, counted, first, loss
 
 
-def _loss(trainer: Trainer, step: TakenStep) -> float:
+def _loss(trainer: Trainer, step: QueuedStep) -> float:
     """Wait for a step's figures, as a run does. Those of a rank that stands alone mean nothing, also if they are not finite."""
     return float(step.figures.read()["loss"]) if _is_alone(trainer) else trainer.settle(step).loss
 

@@ -44,11 +44,12 @@ def family_of_hf(config: dict[str, Any]) -> Family:
     """The family that reads a Hugging Face config.json; ConfigError names an architecture that none reads."""
     known: dict[str, Family] = {}
     for family in families():
-        if (other := known.setdefault(family.architecture, family)) is not family:
+        if family.architecture in known:
             raise ConfigError(
-                f"model.family={other.name} and model.family={family.name} both read files of {family.architecture}; one of them needs another "
-                "architecture, or an empty one, with which it has no files (docs/adding_a_family.md)"
+                f"model.family={known[family.architecture].name} and model.family={family.name} both read files of {family.architecture}; one of them needs "
+                "another architecture, or an empty one, with which it has no files (docs/adding_a_family.md)"
             )
+        known[family.architecture] = family
     base = {_base_class(family): family for family in known.values()}  # whose files are whole where the head is tied
     said = config.get("architectures")
     for architecture in said if isinstance(said, list) else []:

@@ -1,4 +1,4 @@
-"""A step that was taken: what the host knows of it at once, and the figures that the device may still be computing."""
+"""A step whose work is queued: what the host knows of it at once, and the figures that the device may still be computing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _begin_copy(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class TakenStep:
-    """A step whose update is made or queued. `figures`: objective, loss, gradient norm and what the routers report."""
+class QueuedStep:
+    """A step whose update is made or queued, unless the device finds it not finite. `figures`: objective, loss, gradient norm and what the routers report."""
 
     number: int
     tokens: int
@@ -46,8 +46,9 @@ class TakenStep:
     rate: float
     digest: str
     positions: list[int]
-    """The samples of this rank, and what each lost; for a step that is refused."""
+    """The samples of this rank; with `losses_B` to name those of a step that is refused."""
     losses_B: Tensor
+    """What each of them lost."""
     figures: Figures
     source_tokens: list[int]
     """Target tokens of the step by source, over all ranks; empty for data with one source."""

@@ -1,4 +1,9 @@
-"""What the rest of the program knows of a model: any network that follows this is trained, sharded, saved and resumed alike."""
+"""What the rest of the program knows of a model: any network that follows this is trained, sharded by DDP and FSDP2, saved and resumed alike.
+
+Other axes, experts and statistics of layers know more of our own networks: `keep`, `hidden_like` and `flops_by_layer` (pipeline), `rows_at_hand` and
+`make_mask` (tensor and context), `routers` and their reports (experts), `watch_layer` (statistics). `models/decoder.py` has all of them, and
+`models/hf/hf_model.py` none: it is the one to begin from.
+"""
 
 from __future__ import annotations
 

@@ -114,9 +114,8 @@ def _choose_intact(
     )
     if path.parent == folder and state["step"] != files.step_of(path):
         own_name = files.step_name(state["step"])
-        raise CheckpointError(
-            f"{path} is the checkpoint of step {state['step']}, as its state.json says; rename it to {own_name}"
-        )
+        remedy = "move it out of this folder" if (folder / own_name).exists() else f"rename it to {own_name}"
+        raise CheckpointError(f"{path} is the checkpoint of step {state['step']}, as its state.json says; {remedy}")
     if not found.back:
         on_main_patiently(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pretrain.config.load import check_recorded
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section, identity_of_today, of_today
-from pretrain.errors import CheckpointError, DataError, UnreadableError, UserError, line_of, shown
+from pretrain.errors import CheckpointError, ConfigError, DataError, UnreadableError, UserError, line_of, shown
 from pretrain.storage import exists, flush, refuse_existing, sha256_of, unrepeated
 
 T = TypeVar("T")
@@ -173,7 +174,10 @@ def model_of(checkpoint: Path, state: dict[str, Any]) -> Model:
         model = build_section(Model, state["model"])
         if model.hf_config is not None:
             json.loads(model.hf_config)
+        check_recorded(Model, state["model"], "model", str(checkpoint / STATE))
         return model
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; choose another checkpoint") from error
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE}: `model` is not one of this version of the program ({line_of(error)}); take the version that saved it"

@@ -7,6 +7,7 @@ key=value ------> tree of values + origins --+-merge-> keys, types, ranges check
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import math
@@ -75,6 +76,11 @@ def _has_references(values: dict[str, Any], origins: dict[str, Origin]) -> bool:
                     "${run.seed}; write the value itself"
                 )
     return bool(written)
+
+
+def check_recorded(kind: type, values: Any, name: str, place: str) -> None:
+    """Raise ConfigError, beginning with `place`, for a section of a record that has keys, types or values which no configuration can have."""
+    _check_section(kind, copy.deepcopy(values), name, {name: Origin(place)}, resolved=True)
 
 
 def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin], resolved: bool = False) -> None:

@@ -47,8 +47,14 @@ class Tree:
     origins: dict[str, Origin] = field(default_factory=dict)
 
 
+_MOST_VALUES = 200_000
+"""Values of one file. A few lines of aliases of aliases make billions."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2's core schema does."""
+    """Resolves plain scalars as YAML 1.2's core schema does. `values`: how many have been made."""
+
+    values = 0
 
 
 class _Dumper(yaml.SafeDumper):
@@ -181,6 +187,11 @@ def _construct(
     if path:
         origins[path] = _origin(node, node, place)
     inside = *inside, node
+    loader.values += 1
+    if loader.values > _MOST_VALUES:
+        raise ConfigError(
+            f"{_at(node.start_mark, place)}: more than {_MOST_VALUES:,} values, those of aliases counted each time; write fewer"
+        )
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:

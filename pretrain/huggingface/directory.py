@@ -119,6 +119,17 @@ def least_numbers(model: Model) -> int:
     return model.vocab_size * model.dim + dense + routed
 
 
+def check_sizes(model: Model, tensors: int, numbers: int, place: Path) -> None:
+    """Raise CheckpointError where so many tensors, of so many numbers, cannot be the weights of the model that `place` describes."""
+    layers, needed = model.layers + (model.encoder.layers or 0), least_numbers(model)
+    if layers > max(64, tensors):
+        raise CheckpointError(f"{place} says {layers} layers, and the weights are {tensors} tensors; it is not theirs")
+    if needed > 2 * numbers + 10**6:
+        raise CheckpointError(
+            f"{place} describes at least {needed:,} weights, and the files hold {numbers:,}; it is not theirs"
+        )
+
+
 def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = False) -> None:
     """Raise CheckpointError naming a tensor that holds NaN or infinity: training, sampling and export would carry it on. `kept`: it
     gets no gradient, and may hold infinities (a mask, say).
@@ -224,17 +235,8 @@ class HfDirectory:
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
-        layers = self.model.layers + (self.model.encoder.layers or 0)
-        if layers > max(64, len(self.files)):
-            raise CheckpointError(
-                f"{self.directory}: config.json says {layers} layers, and the weights are {len(self.files)} tensors; it is not theirs"
-            )
-        needed = least_numbers(self.model)
         found = sum(math.prod(file.places[name].shape) for name, file in self.files.items())
-        if needed > 2 * found + 10**6:
-            raise CheckpointError(
-                f"{self.directory}: config.json describes at least {needed:,} weights, and the files hold {found:,}; it is not theirs"
-            )
+        check_sizes(self.model, len(self.files), found, self.directory / "config.json")
 
     def _rename(self) -> None:
         """Gives tensors the names of the weight map: files of base models and older ones lack a prefix. Leaves out those without a place."""

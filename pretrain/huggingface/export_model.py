@@ -28,7 +28,7 @@ from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
-from pretrain.huggingface.open_model import GENERATION_FILE, MODEL_DTYPES, named_ends
+from pretrain.huggingface.open_model import GENERATION_FILE, MODEL_DTYPES, named_ends, recorded_model
 from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
 from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
 from pretrain.models.families import family_of
@@ -78,7 +78,7 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
     ) as seen:
         files.verify(checkpoint, seen=seen.add)
     state = files.load_state(checkpoint)
-    model = files.model_of(checkpoint, state)
+    model = recorded_model(checkpoint, state)
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], averaged)

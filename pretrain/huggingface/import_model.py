@@ -9,6 +9,7 @@ Nothing that executes code is read, and memory holds one entry.
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError, DataError, line_of
 from pretrain.huggingface.directory import HfDirectory
 from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named_ends
 from pretrain.huggingface.verification import Compared, compare_logits
@@ -120,8 +121,15 @@ class _EntryByEntry:
 def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str, list[int]]:
     """Attachments of the checkpoint, what to tell the user, and the tokens before a text.
 
-    A model without a tokenizer is no error, because training needs none.
+    A model without a tokenizer is no error, because training needs none. Raises CheckpointError for a damaged one.
     """
+    if (file := source.directory / "tokenizer.json").is_file():
+        try:
+            json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file}: is damaged, no JSON ({line_of(error)}); get it again, or remove it to import the weights alone"
+            ) from error
     try:
         tokenizer = load_tokenizer(source.directory)
     except DataError as error:

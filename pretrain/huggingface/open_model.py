@@ -15,9 +15,11 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, shown
-from pretrain.huggingface.directory import HfDirectory, read_config
+from pretrain.huggingface.directory import HfDirectory, check_sizes, read_config
 from pretrain.huggingface.verification import build
-from pretrain.models.families import family_of_hf
+from pretrain.models import build_network
+from pretrain.models.families import family_of, family_of_hf
+from pretrain.models.families.declare.weights import TRAINING_ONLY
 from pretrain.models.hf.hf_config import LARGEST_CONFIG
 
 GENERATION_FILE = "generation_config.json"
@@ -140,9 +142,40 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.checkpoints_at(path)[-1]
     files.verify(checkpoint)
-    model = files.model_of(checkpoint, files.load_state(checkpoint))
+    model = recorded_model(checkpoint, files.load_state(checkpoint))
     weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
+    _check_fit(checkpoint, model, weights)
     return model, weights if cast is None else {name: cast(tensor) for name, tensor in weights.items()}, checkpoint
+
+
+def recorded_model(checkpoint: Path, state: dict[str, Any]) -> Model:
+    """The shape of the model in a checkpoint with this state. Raises CheckpointError for one that no configuration gives."""
+    model = files.model_of(checkpoint, state)
+    try:
+        family_of(model.family).complete(model)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint / files.STATE}: {error}; choose another checkpoint") from error
+    return model
+
+
+def _check_fit(checkpoint: Path, model: Model, weights: dict[str, Tensor]) -> None:
+    """Raise CheckpointError if these are not the weights of the model that the checkpoint says it holds."""
+    if family_of(model.family).is_ours:  # before a network of these sizes is built
+        check_sizes(model, len(weights), sum(tensor.numel() for tensor in weights.values()), checkpoint / files.STATE)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in build_network(model).state_dict().items()}
+    odd = sorted(name for name in expected.keys() | weights.keys() if expected.get(name) != _shape_of(weights.get(name)))
+    if odd := [name for name in odd if not name.startswith(TRAINING_ONLY)]:
+        here, there = (
+            list(shape) if shape is not None else "none" for shape in (expected.get(odd[0]), _shape_of(weights.get(odd[0])))
+        )
+        raise CheckpointError(
+            f"{checkpoint}: {odd[0]} has the shape {here} by the model of its state.json, and {there} among its weights; choose another checkpoint"
+        )
+
+
+def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
 
 
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:

@@ -87,9 +87,12 @@ class RunDirectory:
 
     def claim(self) -> None:
         """Create or take over the directory. Raises CheckpointError if another process holds it."""
-        make_directory(self.path)
-        self._device = os.stat(self.path).st_dev
-        self.token = self._lock.acquire()
+        try:
+            make_directory(self.path)
+            self._device = os.stat(self.path).st_dev
+            self.token = self._lock.acquire()
+        except OSError as error:
+            raise CheckpointError(f"{reason_of(error)}; the run cannot be kept there: choose another run.dir") from error
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
         for litter in self.path.glob(".status.json.*"):  # of a process that was killed while it wrote

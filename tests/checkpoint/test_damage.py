@@ -142,6 +142,45 @@ def test_a_state_that_no_run_has_written_is_an_error_in_one_line(pool, config_fi
     assert code == 1 and said in printed and "Traceback" not in printed
 
 
+ODD_MODELS = [
+    ({"max_sequence_length": -5}, "state.json: model.max_sequence_length=-5: must be at least 1; choose another checkpoint"),
+    ({"dim": 64}, "embedding.weight has the shape [257, 64] by the model of its state.json, and [257, 32] among its weights"),
+    ({"layers": 1}, "has the shape none by the model of its state.json, and ["),
+    ({"layers": 3}, "by the model of its state.json, and none among its weights; choose another checkpoint"),
+    ({"layers": 10**9}, "model.layers=1000000000: must be at most 4096"),
+    ({"layers": 4096}, "state.json says 4096 layers, and the weights are "),
+    ({"norm": {"kind": "zzz"}}, "model.norm.kind=zzz: expected one of rms"),
+    ({"dim": "x"}, "model.dim=x: expected int"),
+    ({"heads": 0}, "model.heads=0: must be at least 1"),
+    ({"kv_heads": 3}, "is not divisible by model.kv_heads=3"),
+    ({"family": 5}, "model.family=5: expected one of"),
+    ({"family": "../x"}, "model.family=../x: expected one of"),
+]
+
+
+@pytest.mark.parametrize("changes, said", ODD_MODELS)
+def test_a_model_that_no_configuration_gives_is_an_error_in_one_line(run, changes, said, tmp_path, capsys):
+    """A hostile tester changed state.json and its hash in the manifest: tools ended in tracebacks, ran for minutes, or printed a loss of 0."""
+    rewrite_state(newest(run), lambda state: state["model"].update(changes))
+    for name, *words in (
+        ("generate", "--model", str(newest(run)), "--prompt", "a", "--max-tokens", "2"),
+        ("evaluate", "--model", str(newest(run)), "--data", str(run.parent.parent / "none")),
+    ):
+        code = tool(name).main(words)
+        printed = capsys.readouterr().err
+        assert code == 1 and said in printed and printed.count("\n") == 1, printed
+    code = tool("convert_checkpoint").main(["to-hf", "--checkpoint", str(newest(run)), "--output", str(tmp_path / "exported")])
+    printed = capsys.readouterr().err
+    assert code in (1, 2) and "Traceback" not in printed and not (tmp_path / "exported").exists()
+
+
+def test_a_misnamed_copy_beside_the_checkpoint_it_is_of_is_to_be_moved_away(pool, config_file, run):
+    shutil.copytree(newest(run), newest(run).with_name("step-00000020"))
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=20", "schedule.name=constant")
+    said = "step-00000020 is the checkpoint of step 15, as its state.json says; move it out of this folder"
+    assert code == 1 and said in printed
+
+
 def test_a_model_of_a_later_version_is_an_error_in_one_line(pool, config_file, run, capsys):
     rewrite_state(newest(run), lambda state: state["model"].update(tomorrow=1))
     said = "`model` is not one of this version of the program (KeyError: 'tomorrow')"

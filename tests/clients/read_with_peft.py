@@ -33,7 +33,10 @@ def tuned(task: dict) -> dict:
         ),
         train_dataset=Dataset.from_list([{"text": text} for text in task["texts"]]),
         processing_class=AutoTokenizer.from_pretrained(task["directory"], local_files_only=True),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=True),
+        # PEFT itself refuses the output projections of Nemotron-H's Mamba 2.
+        peft_config=LoraConfig(
+            r=4, target_modules="all-linear", exclude_modules=["out_proj"] if base.config.model_type == "nemotron_h" else None, init_lora_weights=True
+        ),
     )  # fmt: skip
     loss = trainer.train().training_loss
     after = logits(trainer.model, task["ids"])

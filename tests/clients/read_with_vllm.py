@@ -104,7 +104,7 @@ def loaded(directory: Path) -> dict:
     }
     squares = sum(float(p.detach().double().square().sum()) for p in own.values())
     theirs = [
-        tensor.exp() if name.endswith("mamba.A_log") else tensor  # of Mamba 2, vLLM holds the decays themselves
+        tensor.exp() if name.endswith(("mamba.A_log", "mixer.A_log")) else tensor  # of Mamba 2, vLLM holds the decays themselves
         for file in directory.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     ]

@@ -286,6 +286,18 @@ def test_a_file_that_says_something_twice_or_is_no_yaml_is_refused_with_the_line
     assert refused(path).startswith(f"{path}{problem}")
 
 
+def test_a_few_lines_of_aliases_that_stand_for_billions_of_values_are_refused(write):
+    """A hostile tester's ten lines took all memory."""
+    lines, before = ["run: {steps: 3}", "a: &a [x,x,x,x,x,x,x,x,x,x]"], "a"
+    for number in range(9):
+        lines.append(f"b{number}: &b{number} [{','.join(['*' + before] * 10)}]")
+        before = f"b{number}"
+    path = write("\n".join(lines))
+    assert refused(path) == f"{path}:2: more than 200,000 values, those of aliases counted each time; write fewer"
+    many = ", ".join("{path: a}" for _ in range(20_000))
+    assert len(load_config(write(f"data: {{sources: [{many}]}}"))[0].data.sources) == 20_000
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     missing = tmp_path / "nothing.yaml"
     assert refused(missing) == f"{missing}: cannot read this configuration file: No such file or directory"

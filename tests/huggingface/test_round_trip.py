@@ -54,6 +54,16 @@ def test_a_model_that_transformers_saved_is_imported(tmp_path):
     assert (state["step"], state["layout"]) == (0, "imported")
 
 
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b'{"version": "1.0"'])
+def test_a_damaged_tokenizer_is_no_missing_one(tied, tmp_path, content):
+    """The import went on without it, and a run with these weights took data of any tokenizer."""
+    export(tied, tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is damaged, no JSON .* or remove it to import the weights alone"):
+        import_model(tmp_path / "out", tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+
+
 def test_a_tied_head_that_is_written_twice_is_read_once(tied, tmp_path):
     export(tied, tmp_path / "out")
     edit_weights(tmp_path / "out", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from documentation import model_tables as show
 from presets import COUNTS, PRESETS, counted, preset
 
 from pretrain.config.keys import check_effects
-from pretrain.config.load import load_config
+from pretrain.config.load import check_recorded, load_config
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
@@ -69,6 +71,13 @@ def test_transformers_counts_the_same_from_our_config_json(name):
             theirs.lm_head.weight = torch.nn.Parameter(torch.empty_like(theirs.shared.weight))
     assert type(theirs).__name__ == family_of(model.family).architecture
     assert theirs.num_parameters(only_trainable=True) == COUNTS[name]
+
+
+@every_preset
+def test_a_record_of_a_preset_has_values_that_a_configuration_may_have(name):
+    """What `checkpoint/files.py` asks of the model in a checkpoint."""
+    values = dataclasses.asdict(counted(name)[0])
+    check_recorded(Model, json.loads(json.dumps(values)), "model", "state.json")
 
 
 @every_preset

@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *FOR_DEVELOPERS, *sorted((ROOT / "docs").glob("*.md
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-WRITTEN_BY_A_PAGE = ("runs/launching/tiny.yaml", "continued.yaml", "gpt2.yaml")
+WRITTEN_BY_A_PAGE = ("runs/launching/tiny.yaml", "continued.yaml", "small.yaml", "gpt2.yaml")
 """Configurations that a block of the same page writes."""
 
 

@@ -49,14 +49,10 @@ class UserError(Exception):
 class ConfigError(UserError):
     """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
 
-    `key`: the dotted path of the key at fault, if it is a single one; the entry then says where it was written.
+    The message begins with the dotted path of the key at fault; the entry (pretrain/run.py) then says where it was written.
     """
 
     exit_code = 2
-
-    def __init__(self, message: str, key: str | None = None) -> None:
-        super().__init__(message)
-        self.key = key
 
 
 class LaunchError(UserError):

@@ -129,9 +129,8 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
             train(config, end, extensions)
     except (ConfigError, DataError) as error:
         # Such a message begins with the key whose value is at fault: `model.dim=33 is not ...`, `data.sources: every weight ...`.
-        begins = re.match(r"[a-z_]+(?:\.\w+)+", str(error))
-        key = getattr(error, "key", None) or (begins and begins[0])
-        place = origin_of(key, origins) if key else "default"
+        key = re.match(r"[a-z_]+(?:\.\w+)+", str(error))
+        place = origin_of(key[0], origins) if key else "default"
         if place != "default":
             error.args = (f"{place}: {error}",)
         raise

@@ -158,7 +158,7 @@ def check_effects(
             if path in keys and keys[path].value == "auto":
                 notes.append(line)
             else:
-                raise ConfigError(f"{line}, or set {own.path}={_shown(own.default)}, its default", key=own.path)
+                raise ConfigError(f"{line}, or set {own.path}={_shown(own.default)}, its default")
     return notes
 
 

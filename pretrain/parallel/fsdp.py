@@ -39,7 +39,7 @@ class FullyShard:
         self.config = config
         self.device = mesh.device
         self.hybrid = mesh.sizes["replicate"] > 1
-        self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
+        self.device_mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
         self.placements_of_experts = None
         if mesh.sizes["expert"] > 1:
             from pretrain.parallel.expert import placements_of_experts
@@ -48,7 +48,7 @@ class FullyShard:
         self.group = mesh.gradient_group()
         self.alone = mesh.data_size * mesh.sizes["context"] == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
-        self.gradients = DTYPES.get(config.precision.gradients)
+        self.gradient_dtype = DTYPES.get(config.precision.gradients)
         self.deferring = config.parallel.pipeline > 1 and config.parallel.pipeline_schedule in DEFERRING
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
@@ -60,14 +60,14 @@ class FullyShard:
         _bring_vectors(network, self.device)  # with offload, FSDP2 moves only the matrices to the device
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
         fill(network)
-        if self.gradients not in (None, DTYPES[self.config.precision.master]):
+        if self.gradient_dtype not in (None, DTYPES[self.config.precision.master]):
             for group in _groups(network):
-                _store_gradients_in(self.gradients, group)
+                _store_gradients_in(self.gradient_dtype, group)
         return network
 
     def _shard(self, network: nn.Module) -> None:
         options = {
-            "mesh": self.mesh,
+            "mesh": self.device_mesh,
             # Inputs are not cast: rotary tables stay fp32, as under every other strategy.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[self.config.precision.compute], reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
@@ -109,7 +109,7 @@ class FullyShard:
             and parameter.placements[0] == Shard(0)
             and len(parameter) % parameter.device_mesh.size()
         )
-        return Shard(1) if uneven and parameter.shape[1] % self.mesh.size(-1) == 0 else None
+        return Shard(1) if uneven and parameter.shape[1] % self.device_mesh.size(-1) == 0 else None
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.config.parallel.offload:

@@ -17,14 +17,14 @@ class Single:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.device = mesh.device
-        self.gradients = DTYPES.get(config.precision.gradients)
+        self.gradient_dtype = DTYPES.get(config.precision.gradients)
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         network.to_empty(device=self.device)
         fill(network)
         for parameter in network.parameters():
-            if self.gradients is not None and parameter.dim() > 1 and parameter.requires_grad:
-                parameter.grad_dtype = self.gradients
+            if self.gradient_dtype is not None and parameter.dim() > 1 and parameter.requires_grad:
+                parameter.grad_dtype = self.gradient_dtype
         return network
 
     def release(self) -> None:

@@ -62,8 +62,8 @@ class TensorAxis:
     """Splits a network that is on the meta device over the ranks of the mesh's axis `tensor`."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh.device_mesh("tensor")
-        self.group, self.size, self.rank = self.mesh.get_group(), mesh.sizes["tensor"], mesh.coordinates["tensor"]
+        self.device_mesh = mesh.device_mesh("tensor")
+        self.group, self.size, self.rank = self.device_mesh.get_group(), mesh.sizes["tensor"], mesh.coordinates["tensor"]
         self.split_names: set[str] = set()
         """The parameters that are split."""
 
@@ -170,7 +170,7 @@ class TensorAxis:
         whole = getattr(module, name)  # experts without gates have no such parameter
         if whole is not None and not isinstance(whole, DTensor):
             # Without a source rank it communicates nothing.
-            part = distribute_tensor(whole.data, self.mesh, [Shard(dim)], src_data_rank=None)
+            part = distribute_tensor(whole.data, self.device_mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
     def own(self, count: int) -> slice:

@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_SECONDS = 240
+OTHERS_SECONDS = 3
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUBLAS_WORKSPACE_CONFIG")
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pretrain.train.session"]
 
 
 class RankFailure(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """A rank raised; the message is its traceback, and those of others that raised because of it."""
 
 
 class LaunchPool:
@@ -60,10 +61,13 @@ class LaunchPool:
 
     def _collect(self, world_size: int) -> list[Any]:
         results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self.workers[:world_size])}
         deadline = time.monotonic() + LIMIT_SECONDS
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
             if not ready:
                 stacks = self._stacks(sorted(waiting.values()))
                 self.close()
@@ -76,10 +80,15 @@ class LaunchPool:
                     succeeded, value = connection.recv()
                 except EOFError:
                     succeeded, value = False, "the process ended"
-                if not succeeded:
-                    self.close()
-                    raise RankFailure(f"rank {rank}:\n{value}")
-                results[rank] = value
+                if succeeded:
+                    results[rank] = value
+                    continue
+                failures[rank] = str(value)
+                # Which rank failed first is not known: others that lost it say so a moment later, or have said so before.
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(f"rank {rank}:\n{value}" for rank, value in sorted(failures.items())))
         return [results[rank] for rank in range(world_size)]
 
     def _stacks(self, ranks: list[int]) -> str:

@@ -133,7 +133,7 @@ def rewrite_state(checkpoint: Path, change) -> None:
     (lambda state: state.update(record=1.5), "record is 1.5, which no checkpoint has there"),
     (lambda state: state.update(useful_seconds="9"), "useful_seconds is '9', which no checkpoint has there"),
     (lambda state: state.pop("identity"), "does not say which run it is of, so it cannot be resumed; use run.init_from="),
-    (lambda state: state.update(step=10), "step-00000015 is the checkpoint of step 10, as its state.json says; rename it to step-00000010"),
+    (lambda state: state.update(step=10), "step-00000015 is the checkpoint of step 10, as its state.json says; move it out of this folder"),
 ])  # fmt: skip
 def test_a_state_that_no_run_has_written_is_an_error_in_one_line(pool, config_file, run, change, said):
     """Each but the last ended a start in a traceback. With the last, the run went on from step 10 in the name of step 15."""

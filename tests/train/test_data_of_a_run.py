@@ -444,7 +444,7 @@ def test_a_source_that_cannot_be_opened_is_named_by_its_place_in_the_list(config
         (f"data.validation=[{{path: {broken}, name: v}}]", "data.validation.0"),
     ):
         code, printed = run_main(str(config_file), "--check", keys)
-        assert code == 1 and printed == f"error: {place}: {broken}: no such directory; prepare it with tools/prepare_data.py\n"
+        assert code == 1 and printed == f"error: command line: {place}: {broken}: no such directory; prepare it with tools/prepare_data.py\n"
 
 
 def test_epochs_are_counted_from_what_the_run_has_consumed(config_file):

@@ -538,7 +538,7 @@ def test_a_prompt_that_the_tokenizer_refuses_is_named_by_check_and_by_generation
     prompts = "validation={prompts: ['a b', 'c <pad>'], prompt_tokens: 3}"
     for more in (["--check"], []):
         code, printed = run_main(str(config_file), *more, data, prompts)
-        assert code == 1 and printed.startswith("error: validation.prompts.1: the text holds '<pad>'") and printed.count("\n") == 1
+        assert code == 1 and printed.startswith("error: command line: validation.prompts.1: the text holds '<pad>'") and printed.count("\n") == 1
     assert not (config_file.parent / "runs").exists()
     code, printed = run_main(str(config_file), data, "run.steps=1", "schedule.warmup_steps=0")
     assert code == 0, printed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.errors import LaunchError, reason_of, run_tool  # noqa: E402
+from pretrain.errors import ConfigError, LaunchError, reason_of, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
     from pretrain.launching.targets import Launch
@@ -103,10 +103,13 @@ def check_runs(described: Launch) -> None:
 
     config, _ = load_config(described.config, described.overrides)
     for nodes in sorted({described.fewest_nodes, described.nodes}):
+        place = f"--nodes {nodes} --gpus {described.gpus}"
         try:
             check_without_device(config, nodes * described.gpus)
         except LaunchError as error:
-            raise LaunchError(f"--nodes {nodes} --gpus {described.gpus}: {error.problem}", "choose other numbers, or change the key") from error
+            raise LaunchError(f"{place}: {error.problem}", "choose other numbers, or change the key") from error
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
 
 
 def keep(manifest: str, file: Path, replaces: bool) -> None:

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="F",
-        help="share of documents for DIR/validation; a single text file gives its end",
+        help="share of documents for DIR/validation; a few text files give their ends",
     )
     parser.add_argument(
         "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"

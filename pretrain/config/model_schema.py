@@ -19,6 +19,7 @@ FamilyName = Literal[
 ]  # fmt: skip
 
 LARGEST_VOCABULARY = 2**26
+MOST_LAYERS = 4096
 
 ENCODER = {"model.encoder.layers": Except(0)}
 
@@ -157,7 +158,7 @@ class Model:
         when={"model.family": ("hf",)},
     )
     dim: int = key(384, "Width of the residual stream.", ge=1, le=WIDEST)
-    layers: int = key(6, "Number of decoder blocks.", ge=1, le=4096)
+    layers: int = key(6, "Number of decoder blocks.", ge=1, le=MOST_LAYERS)
     heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
         None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1, le=100_000

@@ -302,9 +302,11 @@ class HfDirectory:
             return f"holds the base model: {surplus[0]} and all other names lack a word; save the whole model, from {kind}"
         if surplus or not prefix or any(name.startswith(prefix) for name in missing):
             return None
+        can_tie = any(item.ours == "tie_embeddings" for item in self.plan.family.fields)
+        advice = ", or set tie_word_embeddings to true if the embedding is its head" if can_tie else ""
         return (
             f"holds the base model without a head: {missing[0]} is missing, and config.json does not tie it to the embedding; save the model "
-            f"with its head, from {kind}, or set tie_word_embeddings to true if the embedding is its head"
+            f"with its head, from {kind}{advice}"
         )
 
     def _check_tensors(self) -> None:

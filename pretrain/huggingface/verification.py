@@ -151,7 +151,8 @@ def compare_logits(directory: Path, model: Model, parameters: int, weights: Call
     ids, source = (torch.randint(model.vocab_size, (sequences, length), generator=generator) for _ in range(2))
     inputs = {"source_BS": source} if model.encoder.layers else {}
     with _computing_in(dtype):
-        theirs = _their_logits(directory, ids, source if model.encoder.layers else None, dtype)
+        fields = family_of(model.family).not_obeyed
+        theirs = _their_logits(directory, ids, source if model.encoder.layers else None, dtype, fields)
     held = _cast(weights(), dtype)
     with torch.no_grad(), _computing_in(dtype):
         network = build(model, held, dtype)
@@ -207,7 +208,8 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(usual)
 
 
-def _their_logits(directory: Path, ids: Tensor, source: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _their_logits(directory: Path, ids: Tensor, source: Tensor | None, dtype: torch.dtype, fields: dict[str, Any]) -> Tensor:
+    """`fields`: of config.json, to be taken in place of what it says."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -220,6 +222,7 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None, dtype: to
             local_files_only=True,
             trust_remote_code=False,
             experts_implementation="eager",  # its grouped kernel refuses widths that are no multiple of 4
+            **fields,
         ).eval()
         logits = model(ids, use_cache=False) if source is None else model(source, decoder_input_ids=ids, use_cache=False)
         return logits.logits

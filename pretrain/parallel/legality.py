@@ -233,7 +233,7 @@ def check_expert(model: Model, ranks: int) -> None:
         raise ConfigError(f"parallel.expert={ranks}: the model has no experts; set parallel.expert=1, or model.experts.count")
     if ranks > 1 and not any(spec.experts for spec in layer_specs(model)):
         raise ConfigError(
-            f"parallel.expert={ranks}: model.experts.dense_layers names every layer, so none has experts; set parallel.expert=1"
+            f"parallel.expert={ranks}: model.experts.dense_layers names every layer with an MLP, so none has experts; set parallel.expert=1"
         )
     if ranks > 1 and count % ranks:
         near = _nearest_divisors(count, ranks)

@@ -54,6 +54,21 @@ def test_a_model_that_transformers_saved_is_imported(tmp_path):
     assert (state["step"], state["layout"]) == (0, "imported")
 
 
+def test_a_limit_that_transformers_alone_obeys_is_a_note_and_no_difference(tmp_path):
+    """A reviewer's Nemotron-H, saved by transformers, was refused by --verify: its shortest steps are below transformers' limit."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    mamba = {"ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "initializer_range": 0.2}
+    config = NemotronHConfig(**sizes, **mamba, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"])
+    NemotronHForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    done = import_model(tmp_path / "theirs", tmp_path / "imported", verify=True)
+    assert done.compared is not None and done.notes == [
+        "time_step_min=0.001 is obeyed by transformers alone, whose logits may differ from these; an export says 1e-20"
+    ]
+
+
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff", b'{"version": "1.0"'])
 def test_a_damaged_tokenizer_is_no_missing_one(tied, tmp_path, content):
     """The import went on without it, and a run with these weights took data of any tokenizer."""

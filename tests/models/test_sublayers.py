@@ -78,6 +78,22 @@ def test_blocks_cut_in_two_compute_what_whole_blocks_compute(placement, whole, h
     assert sum(two.flops_by_layer(24)) == two.flops_per_token(24)
 
 
+@pytest.mark.parametrize(
+    ("sublayers", "layers", "letters"),
+    [
+        (["mixer", "mlp"], 8, "M-M-M-*-"),
+        (["mlp", "mixer"], 4, "-M-*"),
+        (["mixer", "mixer", "mlp"], 12, "MM-M*-MM-M*-"),
+        (["mixer", "mlp", "mlp"], 12, "M--M--M--*--"),
+        (["mlp", "mlp", "mixer"], 3, "--*"),
+    ],
+)
+def test_a_nemotron_h_has_attention_in_every_fourth_mixer_wherever_its_mixers_are(sublayers, layers, letters):
+    """A reviewer's order of layers put Mamba where the MLPs were, and was refused for a key that he had not set."""
+    found = model(family="nemotron_h", layers=layers, sublayers=sublayers, head_dim=8)
+    assert family_of("nemotron_h").to_hf(found)["hybrid_override_pattern"] == letters
+
+
 def test_initial_projections_are_scaled_by_how_many_there_are():
     network = build_network(model(layers=5, sublayers=["mlp", "mlp", "both", "mixer", "mlp"]))
     for name in ("layers.0.mlp.down.weight", "layers.2.attention.output.weight"):

@@ -150,6 +150,8 @@ class PreparationPlan:
     unit_bytes: int
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[Span, ...], ...]
+    cuts_tail: bool = False
+    """Whether the end of each document becomes the validation split, instead of some documents."""
 
     @classmethod
     def make(
@@ -158,7 +160,7 @@ class PreparationPlan:
         """`unit_bytes` (default: by the size of the input) is for tests. Raises DataError for a file that cannot be read."""
         unit_bytes = unit_bytes or unit_size(inputs)
         units = plan_units(inputs, settings, unit_bytes)
-        return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)))
+        return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)), _cuts_tail(settings, inputs))
 
     def to_json(self) -> str:
         content = {
@@ -169,6 +171,8 @@ class PreparationPlan:
             "unit_bytes": self.unit_bytes,
             "inputs": [(file.name, file.size, file.modified) for file in self.inputs],  # a path may be a URL with a password
             "units": self.units,
+            # Earlier versions cut a single file alone.
+            **({"cuts_tail": True} if self.cuts_tail and len(self.inputs) > 1 else {}),
         }
         return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -179,12 +183,15 @@ class PreparationPlan:
             content = json.loads(text)
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise ValueError("another format or version")
+            settings = Settings(**content["settings"])
+            inputs = tuple(InputFile(name, name, size, modified) for name, size, modified in content["inputs"])
             return cls(
-                Settings(**content["settings"]),
+                settings,
                 TokenizerIdentity(*content["tokenizer"]),
                 content["unit_bytes"],
-                tuple(InputFile(name, name, size, modified) for name, size, modified in content["inputs"]),
+                inputs,
                 tuple(tuple((number, start, stop) for number, start, stop in unit) for unit in content["units"]),
+                content.get("cuts_tail", len(inputs) == 1 and _cuts_tail(settings, inputs)),
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
@@ -200,14 +207,6 @@ class PreparationPlan:
     def timeless_sha256(self) -> str:
         """Like `sha256`, but equal for inputs that differ only in their modification times."""
         return dataclasses.replace(self, inputs=tuple(dataclasses.replace(file, modified=0) for file in self.inputs)).sha256
-
-    @property
-    def cuts_tail(self) -> bool:
-        """Whether the end of each document becomes the validation split: where a share of whole documents would be few, or none."""
-        files, fraction = self.inputs, self.settings.validation_fraction
-        if not fraction or len(files) * min(fraction, 1 - fraction) >= _FEW_DOCUMENTS:
-            return False
-        return self.settings.text_mode == "file" and all(file.kind(self.settings.ids_dtype) == "text" for file in files)
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
@@ -232,5 +231,15 @@ class PreparationPlan:
                 yield f"{name} had {before_files[name].size} bytes and has {after_files[name].size}"
             elif before_files[name].modified != after_files[name].modified:
                 yield f"{name} was modified"
+        if before_files.keys() == after_files.keys() and self.cuts_tail != now.cuts_tail:
+            yield "a split of few text files takes the ends of all of them now, and took some of the files"
         if self.unit_bytes != now.unit_bytes or (self.units != now.units and self.inputs == now.inputs):
             yield "the cut into units has changed"
+
+
+def _cuts_tail(settings: Settings, files: Sequence[InputFile]) -> bool:
+    """Whether the end of each document becomes the validation split: where a share of whole documents would be few, or none."""
+    fraction = settings.validation_fraction
+    if not fraction or len(files) * min(fraction, 1 - fraction) >= _FEW_DOCUMENTS:
+        return False
+    return settings.text_mode == "file" and all(file.kind(settings.ids_dtype) == "text" for file in files)

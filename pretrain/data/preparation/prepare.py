@@ -320,7 +320,7 @@ def _empty_split(name: str, documents: int, plan: PreparationPlan) -> str:
         part = "end" if name == SPLITS[1] else "beginning"
         if len(plan.inputs) == 1:
             return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
-        return f"the {name} split is empty: the {part} of each of the {len(plan.inputs)} files is blank, invalid or a duplicate; choose another --validation-fraction"
+        return f"the {name} split is empty: the {part} of each of the {len(plan.inputs)} files is too short, blank, invalid or a duplicate; choose another --validation-fraction"
     return (
         f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction "
         f"{plan.settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file of plain "

@@ -29,6 +29,8 @@ BATCH_DOCUMENTS = 4096
 _SAMPLED_UNITS = 64
 _SAMPLED_CHARACTERS = 1 << 17
 _LAST_PLACE = 2**64 - 1
+_LEAST_PART = 16
+"""Characters that each side of a file has at least, where several files are cut. Shorter ends would be more than the share that was asked for."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 Work = Sequence[int]
@@ -163,7 +165,8 @@ class _Unit:
                 continue
             cut = _tail_begin(content, self._job.settings.validation_fraction)
             head, tail = content[:cut], content[cut:]
-            if (_is_blank(head) or _is_blank(tail)) and not _is_blank(content):
+            least = 1 if self._job.only_file else _LEAST_PART
+            if (min(len(head), len(tail)) < least or _is_blank(head) or _is_blank(tail)) and not _is_blank(content):
                 if self._job.only_file:
                     self._refuse_blank(reader.origin(row), head, tail)
                 yield content, row, _LAST_PLACE

@@ -5,13 +5,13 @@ without positions, an MLP or experts.
 from collections.abc import Callable
 from typing import Any
 
-from pretrain.config.model_schema import Model
+from pretrain.config.model_schema import MOST_LAYERS, Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import LAYER, TRAINING, activation, corrected, sizes
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.hybrid import mamba_weights, number, refuse_limits, refuse_nothing, refuse_uneven_groups
 from pretrain.models.families.declare.weights import STACKED, entry
-from pretrain.models.layer_specs import LayerSpec, layer_specs
+from pretrain.models.layer_specs import LayerSpec, cycled, layer_specs
 from pretrain.models.shape import PLAIN
 
 THEIRS = "backbone.layers.{layer}"
@@ -28,27 +28,29 @@ def _kind(spec: LayerSpec) -> str:
 
 def _kinds(config: dict[str, Any]) -> list[str]:
     """What the layers are, by two fields that may say it: as names in transformers 5, as letters in published files."""
-    names, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
-    legal, said = list(_LETTERS.values()), []
-    if names is not None:
+    said: dict[str, list[str]] = {}
+    if (names := config.get("layers_block_type")) is not None:
         listed = names if isinstance(names, list) else [names]
-        said.append([_OLDER.get(name, name) if isinstance(name, str) else "" for name in listed])
-    if letters is not None:
-        said.append([_LETTERS.get(letter, "") for letter in letters] if isinstance(letters, str) else [""])
+        said["layers_block_type"] = [_OLDER.get(name, name) if isinstance(name, str) else "" for name in listed]
+    if (letters := config.get("hybrid_override_pattern")) is not None:
+        spelled = letters if isinstance(letters, str) else "?"
+        said["hybrid_override_pattern"] = [_LETTERS.get(letter, "") for letter in spelled]
     if not said:
         raise ConfigError(
             "config.json: hybrid_override_pattern is missing, and layers_block_type: nothing says what the layers are"
         )
-    if not said[0] or said[0] != said[-1] or not set(said[0]) <= set(legal):
-        fields = f"layers_block_type={shown(names)} and hybrid_override_pattern={shown(letters)}"
+    for name, kinds in said.items():
+        what = f"config.json: {name}={shown(config[name])}"
+        if not 1 <= len(kinds) <= MOST_LAYERS or not set(kinds) <= set(_LETTERS.values()):
+            legal = f"{', '.join(_LETTERS.values())}, or as letters {' '.join(_LETTERS)}"
+            raise ConfigError(f"{what} is not supported: expected 1 to {MOST_LAYERS} layers, each one of {legal}")
+        if "full_attention" not in kinds or not {"moe", "mlp"} & set(kinds):
+            raise ConfigError(f"{what} has no layer with attention, or none with an MLP, which is not built")
+    if len(said) > 1 and said["layers_block_type"] != said["hybrid_override_pattern"]:
         raise ConfigError(
-            f"config.json: {fields} do not say the same of each layer, by {', '.join(legal)} or {' '.join(_LETTERS)}"
+            f"config.json: layers_block_type={shown(names)} and hybrid_override_pattern={shown(letters)} contradict each other"
         )
-    if "full_attention" not in said[0] or not {"moe", "mlp"} & set(said[0]):
-        raise ConfigError(
-            f"config.json: hybrid_override_pattern={shown(letters or names)} has no layer with attention, or none with an MLP, which is not built"
-        )
-    return said[0]
+    return kinds
 
 
 def _of_layers(ours: str, back: Callable[[list[str]], Any]) -> Field:
@@ -129,11 +131,27 @@ def _refuse(model: Model) -> str | None:
 
 
 def _usual_linear(model: Model) -> list[bool]:
-    """In turn with MLPs, three layers of Mamba 2 and one of attention. A small model has attention in the last of them."""
-    mixers = (model.layers + 1) // 2
-    with_attention = {2 * mixer for mixer in range(mixers) if mixer % 4 == 3} or {2 * (mixers - 1)}
-    return [layer % 2 == 0 and layer not in with_attention for layer in range(model.layers)]
+    """Of the layers without an MLP three Mamba 2 and one attention by turns. A small model has attention in the last of them."""
+    mixes = _mixes(model)
+    mixers = [layer for layer, has_mixer in enumerate(mixes) if has_mixer]
+    with_attention = mixers[3::4] or mixers[-1:]
+    return [has_mixer and layer not in with_attention for layer, has_mixer in enumerate(mixes)]
 
+
+def _mixes(model: Model) -> list[bool]:
+    return [sublayers != "mlp" for sublayers in cycled(model.sublayers or _USUAL, model.layers)]
+
+
+def _mixer(model: Model) -> str:
+    """The kind of linear attention. Where no layer has any, that of all models without it."""
+    pattern = model.linear_attention.pattern or _usual_linear(model)
+    linear = [is_linear and mixes for is_linear, mixes in zip(cycled(pattern, model.layers), _mixes(model))]
+    return "mamba2" if any(linear) else PLAIN["linear_attention.kind"]
+
+
+_USUAL = ["mixer", "mlp"]
+_NO_STEP = 1e-20
+"""`time_step_min`, which transformers 5.23 takes for the shortest step in a prompt, though not when it goes on from a cache. The model has no such limit."""
 
 NEMOTRON_H = Family(
     name="nemotron_h",
@@ -194,14 +212,14 @@ NEMOTRON_H = Family(
     fixed={
         "positions": "none",
         "tie_embeddings": False,
-        "linear_attention.kind": lambda model: "mamba2" if any(model.linear_attention.pattern or [True]) else "gated_delta",
+        "linear_attention.kind": _mixer,
         "mlp.gated": False,
         "experts.scoring": lambda model: "sigmoid" if model.experts.count else "softmax",
         "experts.correction": lambda model: bool(model.experts.count),
     },
     defaults={
         "mlp.activation": "relu2",
-        "sublayers": ["mixer", "mlp"],
+        "sublayers": _USUAL,
         "linear_attention.pattern": _usual_linear,
         "experts.shared": lambda model: 1 if model.experts.count else 0,
         "experts.correction_rate": lambda model: 0.001 if model.experts.count else 0.0,
@@ -222,8 +240,7 @@ NEMOTRON_H = Family(
             letter for spec in layer_specs(model) for letter, kind in _LETTERS.items() if kind == _kind(spec)
         ),
         "expand": lambda model: 2,  # which no reader obeys, and all published files say
-        # transformers 5.23 takes it for the shortest step in a prompt, though not one by one. The model has no such limit.
-        "time_step_min": lambda model: 1e-20,
+        "time_step_min": lambda model: _NO_STEP,
         "time_step_limit": lambda model: None,
     },
     inert=TRAINING
@@ -246,6 +263,7 @@ NEMOTRON_H = Family(
         "use_mamba_kernels",
     },
     rope=None,
+    not_obeyed={"time_step_min": _NO_STEP},
     prefix="backbone.",
     nested="model.",
     dropped=lambda name, model: name.startswith("mtp."),

@@ -105,6 +105,7 @@ class Family:
     nested       what stands there instead in files of models of which this is one part
     other_name   the name in `weights` of a tensor that files may hold under this one; a name that it does not know comes back
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
+    not_obeyed   fields of config.json that transformers computes by and the model does not, with the value at which both agree
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     is_ours      its networks are made of our layers: ranks can share them, attention takes masks, and no block changes the result of a
                  projection in place. False: they are code of transformers
@@ -128,6 +129,7 @@ class Family:
     scaling: dict[str, Any] | None = None
     partial: bool = False
     inert_rope: frozenset[str] = frozenset()
+    not_obeyed: dict[str, Any] = field(default_factory=dict)
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
@@ -242,9 +244,14 @@ class Family:
 
     def import_notes(self, config: dict[str, Any], model: Model) -> list[str]:
         """What an import says of the training that a config.json describes and `from_hf` carried over to a model, or did not."""
+        notes = [
+            f"{name}={config[name]} is obeyed by transformers alone, whose logits may differ from these; an export says {value}"
+            for name, value in self.not_obeyed.items()
+            if config.get(name, value) != value
+        ]
         if not model.experts.count:
-            return []
-        notes, ours = [], model.experts
+            return notes
+        ours = model.experts
         if weight := config.get(BALANCE):
             notes.append(
                 f"{BALANCE}={weight} is model.experts.balance_loss={ours.balance_loss:.4g} here: transformers averages its loss over "

@@ -1,8 +1,12 @@
 """What the rest of the program knows of a model: any network that follows this is trained, sharded by DDP and FSDP2, saved and resumed alike.
 
-Other axes, experts and statistics of layers know more of our own networks: `keep`, `hidden_like` and `flops_by_layer` (pipeline), `rows_at_hand` and
-`make_mask` (tensor and context), `routers` and their reports (experts), `watch_layer` (statistics). `models/decoder.py` has all of them, and
-`models/hf/hf_model.py` none: it is the one to begin from.
+Other axes, experts and statistics of layers know more of our own networks. `models/decoder.py` has all of it, and `models/hf/hf_model.py` nothing:
+it is the one to begin from.
+
+    pipeline            keep, hidden_like, flops_by_layer
+    tensor, context     rows_at_hand, make_mask
+    experts             routers, and their reports
+    statistics          watch_layer
 """
 
 from __future__ import annotations

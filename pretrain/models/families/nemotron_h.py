@@ -131,7 +131,7 @@ def _refuse(model: Model) -> str | None:
 
 
 def _usual_linear(model: Model) -> list[bool]:
-    """Of the layers without an MLP three Mamba 2 and one attention by turns. A small model has attention in the last of them."""
+    """Every fourth layer without an MLP has attention, and the others have Mamba 2. A small model has attention in the last of them."""
     mixes = _mixes(model)
     mixers = [layer for layer, has_mixer in enumerate(mixes) if has_mixer]
     with_attention = mixers[3::4] or mixers[-1:]

@@ -77,10 +77,11 @@ class LinearAttention(nn.Module):
     def mix(self, projected: list[Tensor], begins_BT: Tensor | None, cache: RecurrentCache | None) -> Tensor:
         """What the heads at hand make of all positions, normed and gated, [B, T, C]. `projected`: the results of `projections`."""
         given = dict(zip(self.projections, projected)) | self.shared() | self.of_heads()
-        inputs = tuple(given.values())
+        # No tensor of this pass may be in `run`, which backward keeps: recomputed blocks would not free it.
+        names, inputs = tuple(given), tuple(given.values())
 
         def run(*tensors: Tensor) -> Tensor:
-            return self.compute(dict(zip(given, tensors)), begins_BT)[0]
+            return self.compute(dict(zip(names, tensors)), begins_BT)[0]
 
         if cache is not None:
             y_BTC, state = self.compute(given, begins_BT, cache.recent, cache.state)

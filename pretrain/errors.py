@@ -49,7 +49,7 @@ class UserError(Exception):
 class ConfigError(UserError):
     """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
 
-    The message begins with the dotted path of the key at fault; the entry (pretrain/run.py) then says where it was written.
+    Where the message begins with the dotted path of a key, the entry (pretrain/run.py) says where that was written.
     """
 
     exit_code = 2

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
         key = re.match(r"[a-z_]+(?:\.\w+)+", str(error))
         place = origin_of(key[0], origins) if key else "default"
         if place != "default":
-            error.args = (f"{place}: {error}",)
+            error.args = (f"{place}: {error}",)  # the same error, of which others may have been told
         raise
 
 

@@ -122,9 +122,8 @@ class Optim:
         "the best values stay the best (muP, arXiv 2203.03466): see docs/optimizers.md.",
         ge=1,
         le=1 << 24,
-        when={
-            "optim.name": ("adamw", "lion", "muon", "schedule_free_adamw")
-        },  # those that pretrain/models/width.py has a rule for
+        # Those that pretrain/models/width.py has a rule for.
+        when={"optim.name": ("adamw", "lion", "muon", "schedule_free_adamw")},
     )
     groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")
     ema_decay: float | None = key(

@@ -65,6 +65,8 @@ class Decoder(nn.Module):
         learned = config.positions == "learned"
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
         specs = layer_specs(config)
+        self.sublayers = sum((spec.mixer != "none") + (spec.mlp != "none") for spec in specs)
+        """Projections into the residual stream, of the whole network."""
         # By number, so that a slice keeps the names of its parameters.
         self.layers = nn.ModuleDict({str(i): Block(config, spec) for i, spec in enumerate(specs)})
         self.norm = make_norm(config) if config.norm.placement != "post" else None
@@ -302,13 +304,8 @@ class Decoder(nn.Module):
         if "norm" in name:
             return (0.0 if self.config.norm.kind == "rms_offset" else 1.0), 0.0
         if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
-            return 0.0, self.config.init_std / math.sqrt(self._sublayers)
+            return 0.0, self.config.init_std / math.sqrt(self.sublayers)
         return 0.0, self.config.init_std
-
-    @property
-    def _sublayers(self) -> int:
-        """How many projections into the residual stream there are."""
-        return sum((spec.mixer != "none") + (spec.mlp != "none") for spec in layer_specs(self.config))
 
     def matmul_parameters(self) -> int:
         """Parameters that a token is multiplied with; of routed experts those of the active ones."""

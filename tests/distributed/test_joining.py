@@ -210,6 +210,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others_with_its_line(started
     named, _, told = line_of(ranks[other]).partition(" has ended: ")
     # The rank itself also says where its configuration names the data: that may differ from node to node.
     assert named == f"rank {bad} ({HERE})" and said in told and line_of(ranks[bad]).endswith(told)
+    assert (told == line_of(ranks[bad])) == (code == 2)
 
 
 def test_a_rank_that_dies_while_the_others_wait_is_named(started):

@@ -145,13 +145,13 @@ def test_linear_attention_is_said_of_layers_that_have_it_alone():
             {"sublayers": ["mixer", "mlp"], "attention": AttentionConfig(window=4, window_pattern=[False, True])},
             "model.attention.window_pattern=.* names only layers without attention",
         ),
-        ({"sublayers": ["mixer", "mlp"], "family": "llama"}, None),
     ],
 )
 def test_what_cannot_be_built_is_refused(others, message):
-    if message is None:
-        with pytest.raises(ConfigError, match="model.sublayers=.* is not what model.family=llama computes"):
-            family_of("llama").to_hf(model(layers=4, **others))
-        return
     with pytest.raises(ConfigError, match=message):
         model(layers=4, **others)
+
+
+def test_a_family_of_whole_blocks_has_no_others():
+    with pytest.raises(ConfigError, match="model.sublayers=.* is not what model.family=llama computes"):
+        family_of("llama").to_hf(model(layers=4, sublayers=["mixer", "mlp"], family="llama"))

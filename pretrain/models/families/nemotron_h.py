@@ -70,9 +70,10 @@ def _dense(kinds: list[str]) -> list[int]:
 
 def _layers(count: Any, config: dict[str, Any]) -> int:
     """Files of transformers 5 leave the number out."""
-    if count is not None and count != len(_kinds(config)):
-        raise ConfigError(f"config.json: num_hidden_layers={shown(count)}, and {len(_kinds(config))} layers have a kind")
-    return len(_kinds(config))
+    layers = len(_kinds(config))
+    if count not in (None, layers):
+        raise ConfigError(f"config.json: num_hidden_layers={shown(count)}, and {layers} layers have a kind")
+    return layers
 
 
 def _of_mamba(ours: str, theirs: str, default: int) -> Field:
@@ -132,21 +133,10 @@ def _refuse(model: Model) -> str | None:
 
 def _usual_linear(model: Model) -> list[bool]:
     """Every fourth layer without an MLP has attention, and the others have Mamba 2. A small model has attention in the last of them."""
-    mixes = _mixes(model)
+    mixes = [sublayers != "mlp" for sublayers in cycled(model.sublayers or _USUAL, model.layers)]
     mixers = [layer for layer, has_mixer in enumerate(mixes) if has_mixer]
     with_attention = mixers[3::4] or mixers[-1:]
     return [has_mixer and layer not in with_attention for layer, has_mixer in enumerate(mixes)]
-
-
-def _mixes(model: Model) -> list[bool]:
-    return [sublayers != "mlp" for sublayers in cycled(model.sublayers or _USUAL, model.layers)]
-
-
-def _mixer(model: Model) -> str:
-    """The kind of linear attention. Where no layer has any, that of all models without it."""
-    pattern = model.linear_attention.pattern or _usual_linear(model)
-    linear = [is_linear and mixes for is_linear, mixes in zip(cycled(pattern, model.layers), _mixes(model))]
-    return "mamba2" if any(linear) else PLAIN["linear_attention.kind"]
 
 
 _USUAL = ["mixer", "mlp"]
@@ -212,7 +202,7 @@ NEMOTRON_H = Family(
     fixed={
         "positions": "none",
         "tie_embeddings": False,
-        "linear_attention.kind": _mixer,
+        "linear_attention.kind": "mamba2",
         "mlp.gated": False,
         "experts.scoring": lambda model: "sigmoid" if model.experts.count else "softmax",
         "experts.correction": lambda model: bool(model.experts.count),
@@ -239,7 +229,7 @@ NEMOTRON_H = Family(
         "hybrid_override_pattern": lambda model: "".join(
             letter for spec in layer_specs(model) for letter, kind in _LETTERS.items() if kind == _kind(spec)
         ),
-        "expand": lambda model: 2,  # which no reader obeys, and all published files say
+        "expand": lambda model: 2,  # as published files say, whatever the widths are; transformers does not obey it
         "time_step_min": lambda model: _NO_STEP,
         "time_step_limit": lambda model: None,
     },

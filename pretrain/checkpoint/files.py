@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pretrain.config.load import check_recorded
 from pretrain.config.model_schema import Model
-from pretrain.config.written import build_section, identity_of_today, of_today
+from pretrain.config.written import build_section
 from pretrain.errors import CheckpointError, ConfigError, DataError, UnreadableError, UserError, line_of, shown
 from pretrain.storage import exists, flush, refuse_existing, sha256_of, unrepeated
 
@@ -30,9 +30,10 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 METADATA = ".metadata"
 """The table of contents that torch.distributed.checkpoint writes."""
-FORMAT, VERSION = "pretrain-checkpoint", 1
+FORMAT, VERSION = "pretrain-checkpoint", 2
+"""The version changes with the keys that a resume compares, and with what a checkpoint holds."""
 _NAME = re.compile(r"step-([0-9]{8,18})")
-_UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
+_UNFINISHED = re.compile(r"\.(writing-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
 
 
 def step_name(step: int) -> str:
@@ -139,7 +140,7 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
     return problem
 
 
-# What state.json says besides its numbers of steps and samples. Earlier versions, and imports, have some of it only.
+# What state.json says besides its numbers of steps and samples. Imports and means have some of it only.
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (dict,), "identity": (dict,), "layout": (str,), "record": (dict,), "loads": (list,), "timeline": (list,), "parent": (dict,),
     "skipped": (int,), "skipped_in_a_row": (int,), "useful_seconds": (int, float),
@@ -147,7 +148,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint, with the configuration keys of this version. Raises UnreadableError, and CheckpointError for what is no state."""
+    """state.json of a checkpoint. Raises UnreadableError, and CheckpointError for what is no state."""
     state = read_json(checkpoint / STATE)
     if not isinstance(state, dict):
         raise CheckpointError(f"{checkpoint / STATE}: is not the state of a checkpoint; choose another checkpoint")
@@ -161,10 +162,6 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{checkpoint / STATE}: {name} is {shown(state[name])}, which no checkpoint has there; choose another checkpoint"
             )
-    if state.get("model") is not None:
-        state |= of_today({"model": state["model"]})
-    if state.get("identity") is not None:
-        state["identity"] = identity_of_today(state["identity"])
     return state
 
 
@@ -196,7 +193,7 @@ def files_of_manifest(manifest: Any, path: Path | str) -> dict[str, dict[str, An
         raise CheckpointError(f"{path}: not a manifest of a {FORMAT}")
     if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: version {manifest.get('version')} is not supported; this program reads version {VERSION}"
+            f"{path}: format version {shown(manifest.get('version'))}, this program reads {VERSION}; take the version of the program that wrote it"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(_is_file_name(name) and _is_description(f) for name, f in files.items()):
@@ -306,11 +303,6 @@ def unfinished(folder: Path) -> list[Path]:
     """
     names = [name for name in _names(folder) if _UNFINISHED.fullmatch(name)]
     leftovers = [name for name in names if (folder / name).is_dir() or (folder / name).is_symlink()]
-    for name in [name for name in leftovers if name.startswith(".replaced-")]:  # of an earlier version of the program
-        target = folder / name.removeprefix(".replaced-")
-        if not exists(target):  # the crash came between the two renames
-            os.rename(folder / name, target)
-            leftovers.remove(name)
     return [folder / name for name in leftovers]
 
 

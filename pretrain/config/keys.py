@@ -39,42 +39,6 @@ MOST_STEPS = 10**12
 TOKENS_OF_A_RUN = 2**62
 """The largest number of tokens that a key of a run, or of a part of it, takes."""
 
-REMOVED = {"data.exact_resume": "every run resumes exactly now, on text as well; remove the key"}
-"""Keys of earlier versions, with what to do about each. Records of runs may have them; configurations may not."""
-
-RENAMED = {
-    "model.encoder_layers": "model.encoder.layers",
-    "model.source_vocab_size": "model.encoder.vocab_size",
-    "model.tie_source": "model.encoder.share_embedding",
-    "model.start_id": "model.encoder.decoder_start_id",
-    "checkpoint.background": "checkpoint.asynchronous",
-}
-"""Keys of earlier versions, with their names of today. Records of runs may have the old ones (`written.py`); configurations may not."""
-
-ADDED: dict[str, Any] = {
-    "model.attention.output_gate": False,
-    "model.experts.shared_gate": False,
-    "model.sublayers": ["both"],
-    "model.linear_attention.pattern": [False],
-    "model.linear_attention.kind": "gated_delta",
-    "model.linear_attention.key_heads": 0,
-    "model.linear_attention.value_heads": 0,
-    "model.linear_attention.key_dim": 0,
-    "model.linear_attention.value_dim": 0,
-    "model.linear_attention.kernel": 4,
-    "model.linear_attention.negative_eigenvalues": False,
-    "model.linear_attention.norm_placement": "same",
-    "model.linear_attention.norm_eps": 0.0,
-}
-"""Keys that complete models of earlier versions lack, and what those models have."""
-
-REVALUED = {
-    "parallel.activation_checkpointing": ((True, "full"), (False, "none")),
-    "parallel.compile": ((True, "blocks"), (False, "none")),
-    "parallel.reshard_after_forward": ((True, "always"), (False, "never")),
-}
-"""Keys whose values had other names in earlier versions. Records of runs may have the old values; configurations may not."""
-
 
 @dataclass(frozen=True)
 class Except:

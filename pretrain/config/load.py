@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.foreign import answer_to, section_advice, value_advice
-from pretrain.config.keys import REMOVED, RENAMED, keys_of
+from pretrain.config.keys import keys_of
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section, flatten
@@ -293,10 +293,6 @@ def check_range(limits: Any, value: Any, where: str) -> None:
 
 
 def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -> str:
-    if full in REMOVED:
-        return f"{origin_of(full, origins)}: {full} is no key any more: {REMOVED[full]}"
-    if full in RENAMED:
-        return f"{origin_of(full, origins)}: {full} is called {RENAMED[full]} now; rename it"
     if answer := _foreign_answer(full, names_of(kind), origins):
         return answer
     if ":" in name:

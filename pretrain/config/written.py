@@ -1,7 +1,4 @@
-"""A configuration as this program writes it: YAML that loads back, and JSON, which is read here. `load.py` reads what people write.
-
-Records of earlier versions have other keys. `of_today` and `identity_of_today` are the only places that know them.
-"""
+"""A configuration as this program writes it: YAML that loads back, and JSON, which is read here. `load.py` reads what people write."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import typing
 from typing import Any
 
-from pretrain.config.keys import ADDED, REMOVED, RENAMED, REVALUED, leaves
+from pretrain.config.keys import leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
@@ -59,50 +56,9 @@ def from_recorded(values: Any, place: str) -> Config:
     Raises ConfigError for values of which this program's `Config` does not consist.
     """
     try:
-        return build_section(Config, of_today(values))
+        return build_section(Config, values)
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
-
-
-def of_today(values: dict[str, Any]) -> dict[str, Any]:
-    """A recorded configuration, or some sections of one, with the keys of this version."""
-    moved: dict[str, Any] = {}
-
-    def kept(section: dict[str, Any], path: str) -> dict[str, Any]:
-        found = {}
-        for name, value in section.items():
-            full = f"{path}{name}"
-            if full in RENAMED:
-                moved[RENAMED[full]] = value
-            elif full not in REMOVED:
-                today = next((now for before, now in REVALUED.get(full, ()) if value is before), value)
-                found[name] = kept(value, f"{full}.") if isinstance(value, dict) else today
-        return found
-
-    result = kept(values, "")
-    model = result.get("model")
-    # A model of transformers has its configuration in place of our keys; part of a record may have no model.
-    is_ours = isinstance(model, dict) and "family" in model and model.get("hf_config") is None
-    added = ADDED if is_ours else {}
-    for full, value in [*added.items(), *moved.items()]:
-        *sections, name = full.split(".")
-        place = result
-        for section in sections:
-            place = place.setdefault(section, {})
-        if full in added:
-            place.setdefault(name, value)
-        else:
-            place[name] = value
-    return result
-
-
-def identity_of_today(identity: dict[str, Any]) -> dict[str, Any]:
-    """A recorded identity (`Plan.identity`) with the keys of this version."""
-    renamed = {RENAMED.get(name, name): value for name, value in identity.items()}
-    if "model.family" not in renamed or any(name.startswith("model.hf_config.") for name in renamed):
-        return renamed
-    parts = {name.rstrip(".0123456789") for name in renamed}  # the items of a list have names of their own
-    return flatten({name: value for name, value in ADDED.items() if name not in parts}) | renamed
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

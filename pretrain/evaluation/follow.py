@@ -30,8 +30,7 @@ def follow(
     """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
 
     `on`: what they are evaluated on; `settings`: the options that decide the results, as JSON values. A checkpoint that has a line with both is
-    not evaluated again. Another one of the same step is evaluated: the run made it after it went back. Lines of before 2026-12 have no
-    settings, so their checkpoints are evaluated too. A checkpoint that the run removes meanwhile (`checkpoint.keep_last`) is left out. `tell` is
+    not evaluated again. Another one of the same step is evaluated: the run made it after it went back. A checkpoint that the run removes meanwhile (`checkpoint.keep_last`) is left out. `tell` is
     given a line when the run has been silent for long, once for each silence.
     """
     if not (run / STARTS_FILE).is_file():

@@ -196,7 +196,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
-        """A record that was read back. Unknown names, from an earlier version, are dropped."""
+        """A record that was read back. Unknown names are dropped."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

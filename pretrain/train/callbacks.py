@@ -315,7 +315,7 @@ class KeepBest(Callback):
         """The value that a copy holds, signed as in `values`; None if it has none of this metric."""
         try:
             said = files.read_json(copy / MEASURED)
-        except CheckpointError:  # of an earlier version of this program, or damaged
+        except CheckpointError:  # damaged
             return None
         value = said.get("value") if isinstance(said, dict) and said.get("metric") == self.watched.metric else None
         return self.watched.sign * value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -340,7 +340,7 @@ class Continuation:
                     "the running mean of the weights (optim.ema_decay) begins with those of step %d, which was saved without one",
                     step,
                 )
-        # Earlier versions of this program did not count skipped steps or seconds. Those of another run do not count here.
+        # The seconds of another run do not count here.
         useful = state.get("useful_seconds", 0.0) if self.starting_point.own else 0.0
         return Progress(
             **{name: state[name] for name in ("step", "samples", "tokens")},

@@ -7,7 +7,6 @@ Two things are compared. The *identity* (`Plan.identity`) is the model, the opti
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
 import re
@@ -22,7 +21,7 @@ from pretrain.config.written import build_section
 from pretrain.data.order import UNIT
 from pretrain.data.sources import consumed_after
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.optim.schedule import goes_by_tokens, joints, learning_rate, one_each
+from pretrain.optim.schedule import joints, learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume
 # Batches of pairs differ in size: another order has none that begins at the run's place.
 _ORDER_OF_PAIRS = ("data.seed", "data.sources")
 _SHOWN = 4  # values of one kind that a message lists
-# Parts that records from before 2026-12 lack. Without them there is nothing to compare.
-_LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+|precision\.\w+")
 _FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
 _WIDTH = 200  # characters of a value that a line of the difference shows
 _CURVE_POINTS = 1000  # steps at which two schedules are compared
@@ -79,7 +76,6 @@ class Change:
 def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]:
     """The differences between two identities, which make them different runs."""
     names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
-    names = [name for name in names if name in saved or not _LATER.fullmatch(name)]
     changed = [name for name in names if saved.get(name) != own.get(name)]
     fixed = _ORDER_OF_PAIRS if saved.get("data.kind") == own.get("data.kind") == "pairs" else ()
     kinds = {name: next((k for k in _CONSEQUENCES if k not in fixed and _is_under(name, [k])), None) for name in changed}
@@ -101,7 +97,6 @@ def differences(saved: dict[str, Any], own: Config) -> list[str]:
 
 def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Change]:
     """The keys whose change since `step` needs consent, because the next steps would be computed differently."""
-    saved = _by_steps(saved, own.schedule)
     before, after = ({leaf.path: leaf for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
     changed = [(old, new) for old, new in both if (old and old.value) != (new and new.value)]
@@ -122,17 +117,6 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
     return found
 
 
-def _by_steps(saved: dict[str, Any], own: Schedule) -> dict[str, Any]:
-    """The record of an earlier version, which did not know rates by tokens, as it says today that there were none."""
-    schedule = dict(saved.get("schedule", {}))
-    for name in ("warmup_by_tokens", "decay_by_tokens"):
-        if getattr(own, name):
-            schedule.setdefault(name, False)
-    both = itertools.zip_longest(schedule.get("stages", []), own.stages[: len(schedule.get("stages", []))])
-    schedule["stages"] = [{"by_tokens": False, **old} if new is not None and new.by_tokens else old for old, new in both]
-    return {**saved, "schedule": schedule}
-
-
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
     if not step:
@@ -140,9 +124,7 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     before = Config(schedule=_section_of(Schedule, saved, "schedule"), batch=_section_of(Batch, saved, "batch"))
     before.data.sequence_length = saved.get("data", {}).get("sequence_length", before.data.sequence_length)
     schedule, steps = before.schedule, saved.get("run", {}).get("steps", before.run.steps)
-    # Earlier versions took batches that are refused today, and all their schedules went by steps.
-    consumed = consumed_after(before) if goes_by_tokens(schedule) else one_each
-    own_consumed = consumed_after(own)
+    consumed, own_consumed = consumed_after(before), consumed_after(own)
 
     def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:
         return (

@@ -20,7 +20,6 @@ from typing import Any
 
 from pretrain.checkpoint import files
 from pretrain.config.schema import Run
-from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE, read_lines
@@ -114,7 +113,7 @@ class RunDirectory:
     def identity(self) -> dict[str, Any] | None:
         """The identity of the run in this directory; None for a new directory."""
         path = self.path / "identity.json"
-        return identity_of_today(files.read_json(path)) if exists(path) else None
+        return files.read_json(path) if exists(path) else None
 
     def saved_last(self) -> str | None:
         """Name of the last saved checkpoint by status.json; None if it names none."""

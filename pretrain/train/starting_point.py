@@ -19,7 +19,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.read import parse, read_file
 from pretrain.config.schema import Config
-from pretrain.config.written import model_identity, of_today
+from pretrain.config.written import model_identity
 from pretrain.data.sources import batch_schedule
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.joining import Meeting
@@ -89,7 +89,7 @@ def _format_begun_in(config: Config) -> str | None:
         uploaded = stored_run(config).config_of_newest()
     if uploaded is not None:
         try:
-            saved = of_today(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values)
+            saved = parse(uploaded.decode("utf-8", "replace"), "config.yaml").values
         except ConfigError:  # it is damaged, which the download finds out
             saved = {}
     else:
@@ -150,7 +150,6 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
         raise ConfigError(
             f"run.steps={config.run.steps} is below the step {state['step']} of {path}; raise it, or choose another run.name"
         )
-    _refuse_streamed_text(path, state["identity"], f"run.init_from={path} starts a new run with its weights")
     saved = _config_of(path / "config.yaml")
     # Before the changes: another batch makes another schedule of a number of tokens, and accepting that would not help.
     _check_tokens(plan, choice, saved)
@@ -200,18 +199,9 @@ def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:
     """Check a run without a checkpoint. Perhaps it started before, and ended before it saved one."""
     held, config = directory.identity(), directory.config()
     if held is not None:
-        _refuse_streamed_text(directory.path, held, "choose another run.name")
         # No step of the earlier start is left, so other changes do not matter.
         check_changes(directory.path, identity_changes(held, plan.identity(0)), [], plan.config.run.accept_changes)
     return _difference(_config_of(config), plan, directory.path) if config is not None else []
-
-
-def _refuse_streamed_text(holder: Path, identity: dict[str, Any], remedy: str) -> None:
-    if identity.get("data.kind") == "text":
-        raise CheckpointError(
-            f"{holder} belongs to a run that tokenized data.text while it trained, with a place in the text for each rank. Text is prepared now, "
-            f"so such a run cannot be continued: {remedy}"
-        )
 
 
 def _judge_weights(plan: Plan, source: Choice) -> None:
@@ -228,7 +218,7 @@ def _judge_weights(plan: Plan, source: Choice) -> None:
 
 def _config_of(path: Path) -> dict[str, Any]:
     """The configuration that a run recorded; empty if a checkpoint has none."""
-    return of_today(read_file(path).values) if path.is_file() else {}
+    return read_file(path).values if path.is_file() else {}
 
 
 def _difference(saved: dict[str, Any], plan: Plan, holder: Path) -> list[str]:

@@ -18,11 +18,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.config.keys import RENAMED, REVALUED
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
-from pretrain.config.written import of_today
 from pretrain.errors import ConfigError, TrainingError
 from pretrain.models import build_network, causal_blocks, causal_blocks_fp32
 from pretrain.models.families import complete
@@ -273,14 +271,3 @@ def test_a_compiler_stores_what_its_budget_allows():
         assert all((found[name] - g).norm() <= 1e-6 * g.norm() for name, g in expected.items())
     compile_blocks(network_of(LLAMA, torch.float32, None))
     assert torch._functorch.config.activation_memory_budget == 1.0
-
-
-def test_values_of_before_are_read_from_records():
-    for before, today in ((True, "full"), (False, "none"), ("selective", "selective")):
-        found = of_today({"parallel": {"activation_checkpointing": before}, "run": {"name": "x"}})
-        assert found == {"parallel": {"activation_checkpointing": today}, "run": {"name": "x"}}
-    for odd in (1, 0, None, [1], "true"):
-        found = of_today({"parallel": {"activation_checkpointing": odd}})
-        assert found == {"parallel": {"activation_checkpointing": odd}}
-    assert not REVALUED.keys() & RENAMED.keys()
-    assert Config().parallel.activation_checkpointing == "none"

@@ -8,7 +8,6 @@ import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
 
 from pretrain.config.load import load_config
-from pretrain.config.written import from_recorded
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.observe.metrics import read_metrics
@@ -259,8 +258,6 @@ def test_a_number_of_ranks_that_cannot_keep_parts_is_refused(config_file, number
         make_plan(config, 4, torch.device("cpu"))
 
 
-def test_values_of_earlier_records_are_read_and_refused_in_configurations():
-    for before, today in ((True, "always"), (False, "never"), (4, 4)):
-        assert from_recorded({"parallel": {"reshard_after_forward": before}}, "here").parallel.reshard_after_forward == today
+def test_a_truth_value_is_answered_with_the_name_to_write():
     with pytest.raises(ConfigError, match="expected one of always, never, last_block_kept or int; false is written never"):
         load_config(None, [f"{KEPT}false"])

@@ -251,9 +251,3 @@ def test_a_run_on_text_is_shown_like_any_other(config_file, tmp_path, byte_token
         assert tool("inspect_data").main(["--run", str(runs(config_file)), *what]) == 0
     assert "digest" in capsys.readouterr().out
     assert tool("inspect_data").main(["--corrupt-check", str(runs(config_file))]) == 0
-    # Records of older runs have a key that no longer exists.
-    starts = runs(config_file) / "starts.jsonl"
-    record = json.loads(starts.read_text())
-    record["config"]["data"]["exact_resume"] = False
-    starts.write_text(json.dumps(record) + "\n")
-    assert tool("inspect_data").main(["--run", str(runs(config_file)), "--step", "1"]) == 0

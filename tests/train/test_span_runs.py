@@ -22,8 +22,6 @@ from running import (
     write_prepared,
 )
 
-from pretrain.checkpoint import files
-from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
@@ -328,67 +326,3 @@ def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path
     end = tokenizer.eod_id
     found = translate(network, sources, torch.full((64,), sources.shape[1]), 2, end, end, Search())
     assert sum(row == target[:-1] for row, target in zip(found, targets)) >= 60
-
-
-def write_with_names_of_before(run: Path) -> None:
-    """Give every record of a run the keys that it would have from before `model.encoder`."""
-
-    def model_of_before(model: dict) -> dict:
-        encoder = model.pop("encoder")
-        return model | {OLD[name]: value for name, value in encoder.items()}
-
-    [checkpoint] = (run / "checkpoints").iterdir()
-    for path in (run / "config.yaml", checkpoint / "config.yaml"):
-        config = yaml.safe_load(path.read_text())
-        path.write_text(yaml.safe_dump(config | {"model": model_of_before(config["model"])}))
-    start = json.loads((run / "starts.jsonl").read_text())
-    start["config"]["model"] = model_of_before(start["config"]["model"])
-    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    state = json.loads((checkpoint / "state.json").read_text())
-    identity = {
-        f"model.{OLD[n.removeprefix('model.encoder.')]}" if n.startswith("model.encoder.") else n: v
-        for n, v in state["identity"].items()
-    }
-    assert "model.encoder_layers" in identity and len(identity) == len(state["identity"])
-    (run / "identity.json").write_text(json.dumps(identity))
-    state |= {"model": model_of_before(state["model"]), "identity": identity}
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((checkpoint / files.MANIFEST).read_text())
-    described = {name: files.describe_file(checkpoint / name) for name in ("state.json", "config.yaml")}
-    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest | {"files": manifest["files"] | described}))
-
-
-OLD = {
-    "layers": "encoder_layers",
-    "vocab_size": "source_vocab_size",
-    "share_embedding": "tie_source",
-    "decoder_start_id": "start_id",
-}
-
-
-@pytest.mark.slow
-def test_a_run_whose_records_have_the_names_of_before_is_continued_inspected_and_opened(pool, span_config, tmp_path, capsys):
-    options = ("model.encoder={layers: 3, decoder_start_id: 0}", "schedule.name=constant", "run.deterministic=true")
-    whole = train(pool, 1, span_config, "run.name=whole", "run.steps=6", *options)
-    parts = train(pool, 1, span_config, "run.name=parts", "run.steps=3", *options)
-    model, _, _ = read_checkpoint(parts)
-    write_with_names_of_before(parts)
-    assert read_checkpoint(parts)[0] == model and (model.encoder.layers, model.encoder.decoder_start_id) == (3, 0)
-    assert tool("inspect_data").main(["--run", str(parts), "--step", "2"]) == 0
-    assert "matches" in capsys.readouterr().out
-    weights = (f"run.init_from={parts}", "run.name=from-weights", *options)
-    code, printed = run_main(str(span_config), "--check", *weights)
-    assert code == 0, printed
-    train(pool, 1, span_config, "run.name=parts", "run.steps=6", *options)
-    assert losses(parts) == losses(whole)
-    code, printed = run_main(str(span_config), "run.name=parts", "run.steps=7", *options, "model.encoder.layers=2")
-    assert code == 1 and "model.encoder.layers was 3 and is 2" in printed
-
-
-@pytest.mark.parametrize(("old", "now"), [
-    ("encoder_layers=3", "encoder.layers"), ("source_vocab_size=9", "encoder.vocab_size"), ("tie_source=true", "encoder.share_embedding"),
-    ("start_id=0", "encoder.decoder_start_id"),
-])  # fmt: skip
-def test_a_key_of_before_is_answered_with_its_name_of_today(span_config, old, now):
-    code, printed = run_main(str(span_config), f"model.{old}")
-    assert code == 2 and printed == f"error: command line: model.{old.partition('=')[0]} is called model.{now} now; rename it\n"

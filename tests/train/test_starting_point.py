@@ -258,29 +258,6 @@ def test_a_number_of_tokens_is_accepted_by_the_name_of_its_key(config_file, run)
         assert code == 0 and "would resume from step 4" in printed
 
 
-def test_a_record_of_a_ramp_that_went_by_steps_is_refused_unless_it_goes_on_so():
-    """Earlier versions turned tokens into steps, also between the ends of a schedule's parts."""
-    ramp = Batch(16, ramp=[BatchStage(512, 4)])
-    written = Config(run=Run(tokens=20480), schedule=Schedule(warmup_tokens=4096), batch=ramp, data=Data(sequence_length=32))
-    own = tokens_as_steps(written)
-    saved = dataclasses.asdict(own)
-    assert setting_changes(saved, own, 10) == []
-    del saved["schedule"]["warmup_by_tokens"], saved["schedule"]["decay_by_tokens"]
-    first = setting_changes(saved, own, 10)
-    assert [change.name for change in first] == ["schedule.warmup_by_tokens", "schedule.decay_by_tokens"]
-    assert [(change.old, change.new) for change in first] == [(False, True), (False, True)]  # what to restore
-    # 4 steps of 128 tokens, then 512: 4,096 tokens are 11 steps.
-    assert first[0].consequence == f"the learning rate of step 10 would be {3e-4 * 3584 / 4096:.3g} instead of {3e-4 * 10 / 11:.3g}"
-    as_before = dataclasses.replace(own.schedule, warmup_by_tokens=False, decay_by_tokens=False)
-    assert setting_changes(saved, dataclasses.replace(own, schedule=as_before), 10) == []
-    staged = dataclasses.replace(written, schedule=Schedule(name="piecewise", stages=[RateStage(ratio=0.1, tokens=8192)]))
-    own = tokens_as_steps(staged)
-    saved = dataclasses.asdict(own)
-    del saved["schedule"]["stages"][0]["by_tokens"]
-    [change] = setting_changes(saved, own, 10)
-    assert (change.name, change.old, change.new) == ("schedule.stages.0.by_tokens", False, True)
-
-
 def test_a_ramp_that_begins_in_mid_run_leaves_a_cosine_in_tokens_as_it_was():
     """By steps, the past would have had other rates."""
     written = Config(run=Run(tokens=20480), schedule=Schedule(warmup_tokens=1024), batch=Batch(4), data=Data(sequence_length=32))

@@ -35,8 +35,6 @@ from pretrain.storage import sealed_json, sha256_of, staged_directory
 from pretrain.transfer import refuse_url
 
 FORMAT, VERSION, NAME = "pretrain-pairs", 2, "pairs.json"
-READABLE = (1, 2)
-"""Version 1 had no seal."""
 SIDES = ("source", "target")
 _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
 INVALID_KEY = "invalid_sha256"
@@ -54,7 +52,7 @@ def read_pairs(directory: Path) -> dict[str, Any]:
         splits = splits_with(directory, NAME)
         hint = f"did you mean {splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
         raise DataError(f"{file}: missing; {hint}")
-    content = read_described(file, FORMAT, READABLE, "prepare the pairs again")
+    content = read_described(file, FORMAT, VERSION, "prepare the pairs again")
     for key in sorted(_KEYS ^ content.keys() - {INVALID_KEY}):
         raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
     if not isinstance(content["preparation"], dict):

@@ -27,7 +27,7 @@ from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 from pretrain.transfer import Remote
 
-_FORMAT, _VERSION = "pretrain-preparation", 2
+_FORMAT, _VERSION = "pretrain-preparation", 3
 TEXT_MODES = ("file", "line")
 
 Span = tuple[int, int, int]
@@ -171,8 +171,7 @@ class PreparationPlan:
             "unit_bytes": self.unit_bytes,
             "inputs": [(file.name, file.size, file.modified) for file in self.inputs],  # a path may be a URL with a password
             "units": self.units,
-            # Earlier versions cut a single file alone.
-            **({"cuts_tail": True} if self.cuts_tail and len(self.inputs) > 1 else {}),
+            "cuts_tail": self.cuts_tail,
         }
         return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -191,7 +190,7 @@ class PreparationPlan:
                 content["unit_bytes"],
                 inputs,
                 tuple(tuple((number, start, stop) for number, start, stop in unit) for unit in content["units"]),
-                content.get("cuts_tail", len(inputs) == 1 and _cuts_tail(settings, inputs)),
+                content["cuts_tail"],
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
@@ -231,8 +230,6 @@ class PreparationPlan:
                 yield f"{name} had {before_files[name].size} bytes and has {after_files[name].size}"
             elif before_files[name].modified != after_files[name].modified:
                 yield f"{name} was modified"
-        if before_files.keys() == after_files.keys() and self.cuts_tail != now.cuts_tail:
-            yield "a split of few text files takes the ends of all of them now, and took some of the files"
         if self.unit_bytes != now.unit_bytes or (self.units != now.units and self.inputs == now.inputs):
             yield "the cut into units has changed"
 

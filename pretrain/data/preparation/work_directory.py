@@ -75,8 +75,6 @@ class WorkDirectory:
                     directory._parent.mkdir(parents=True, exist_ok=True)
                     if directory._parent.stat().st_dev != parent.stat().st_dev:
                         raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")
-                    if work:
-                        directory._refuse_older_work()
                     path.mkdir(parents=True, exist_ok=True)
                     if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
@@ -88,15 +86,6 @@ class WorkDirectory:
             finally:
                 if task is None and not directory.begun and path.exists():
                     directory.remove()
-
-    def _refuse_older_work(self) -> None:
-        """Raise DataError for work that would be begun anew without a word: earlier versions left it in the folder of --work itself."""
-        plan = self._parent / self._plan.name
-        if plan.is_file() and (parts := self._parent / _parts_name(plan)).is_dir():
-            raise DataError(
-                f"{self._parent}: holds unfinished work of an earlier version; to continue it, move {plan.name}, {self.tokenizer.name} and "
-                f"{parts.name} into a new folder {self.path}, or else remove the three"
-            )
 
     @property
     def begun(self) -> bool:
@@ -159,8 +148,7 @@ class WorkDirectory:
         """Copy the tokenizer into the new directory `target`. Raises DataError if a file is not the one that was saved."""
         hashes = self.tokenizer / _HASHES
         try:
-            # Earlier versions kept no hashes. Of their work, only what decides the ids is checked.
-            expected = unsealed(hashes.read_bytes()) if hashes.exists() else {}
+            expected = unsealed(hashes.read_bytes())
             copy_tree(self.tokenizer, target, leave_out=_HASHES)
             other = (f"{name} has other content" for name, sha256 in expected.items() if sha256_of(target / name) != sha256)
             if problem := next(other, None) or copy_difference(target, self.read_plan().tokenizer):

@@ -23,7 +23,6 @@ from pretrain.transfer import is_url
 
 FORMAT = "pretrain-shards"
 VERSION = 4
-READABLE = (2, 3, 4)
 INPUTS_NAME = "inputs.json"
 INVALID_NAME = "invalid.jsonl"
 SPLITS = ("train", "validation")
@@ -159,11 +158,11 @@ def read_manifest(path: str | Path) -> Manifest:
         splits = splits_with(path, "manifest.json")
         hint = f"did you mean {splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
         raise DataError(f"{file}: missing; {hint}")
-    return _parse_manifest(file, read_described(file, FORMAT, READABLE, "prepare the data again"))
+    return _parse_manifest(file, read_described(file, FORMAT, VERSION, "prepare the data again"))
 
 
-def read_described(file: Path, format_name: str, readable: tuple[int, ...], remedy: str) -> dict[str, Any]:
-    """The JSON object in `file`, of this format and one of these versions. All versions but the first have a seal (`storage.sealed_json`).
+def read_described(file: Path, format_name: str, version: int, remedy: str) -> dict[str, Any]:
+    """The JSON object in `file`, of this format and version, with a seal (`storage.sealed_json`).
 
     Raises DataError, naming the file, for anything else.
     """
@@ -174,18 +173,16 @@ def read_described(file: Path, format_name: str, readable: tuple[int, ...], reme
         raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict) or content.get("format") != format_name:
         raise DataError(f"{file}: not a {format_name} manifest")
-    version = content.get("version")
-    if version not in readable or isinstance(version, bool):
-        known = " and ".join(map(str, readable))
-        raise DataError(f"{file}: format version {version!r}, this program reads {known}; {remedy}")
+    if type(content.get("version")) is not int or content["version"] != version:
+        raise DataError(f"{file}: format version {content.get('version')!r}, this program reads {version}; {remedy}")
     try:
-        return content if version == readable[0] else unsealed(text)
+        return unsealed(text)
     except ValueError as error:
         raise DataError(f"{file}: {error}; restore it, or {remedy}") from error
 
 
-_NEWER = {"eod_token": 3, "plan_sha256": 3, "invalid_sha256": 3, "tokenizer_config_sha256": 4}
-"""Keys that older versions did not have, and the first version that has them; each may be null."""
+_NULLABLE = {"plan_sha256", "invalid_sha256", "tokenizer_config_sha256"}
+"""Hashes of what may not be there."""
 _LEAST = {"vocab_size": 1, "eod_id": 0, "documents": 1, "tokens": 1, "bytes": 0, "longest": 1}
 """The smallest value of each integer."""
 
@@ -193,7 +190,7 @@ _LEAST = {"vocab_size": 1, "eod_id": 0, "documents": 1, "tokens": 1, "bytes": 0,
 def _parse_manifest(file: Path, content: dict) -> Manifest:
     """Check keys, types, and that counts add up."""
     keys = {"format", "version", *(field.name for field in dataclasses.fields(Manifest))}
-    _check_entry(file, "", content, {key for key in keys if _NEWER.get(key, 0) <= content["version"]})
+    _check_entry(file, "", content, keys)
     _check_values(file, content)
     if not isinstance(content["shards"], list) or not content["shards"]:
         raise DataError(f"{file}: shards must be a non-empty list")
@@ -218,7 +215,7 @@ def _check_values(file: Path, content: dict) -> None:
         raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
     if content["vocab_size"] > np.iinfo(DTYPES[content["dtype"]]).max + 1:
         raise DataError(f"{file}: {content['dtype']} cannot hold a vocabulary of {content['vocab_size']}")
-    if not isinstance(content.get("eod_token"), (str, type(None))):
+    if not isinstance(content["eod_token"], (str, type(None))):
         raise DataError(f"{file}: eod_token must be a string or null, got {content['eod_token']!r}")
     if not isinstance(content["preparation"], dict):
         raise DataError(f"{file}: preparation must be an object, got {content['preparation']!r}")
@@ -237,7 +234,7 @@ def _check_entry(file: Path, place: str, content: dict, expected: set[str]) -> N
             if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]:
                 wanted = f"an integer of at least {_LEAST[key]}"
         elif key.endswith("sha256"):
-            if not (isinstance(value, str) and _HASH.fullmatch(value) or value is None and key in _NEWER):
+            if not (isinstance(value, str) and _HASH.fullmatch(value) or value is None and key in _NULLABLE):
                 wanted = "a sha256 in hexadecimal"
         elif key.endswith("file"):
             if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:

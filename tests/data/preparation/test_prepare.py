@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.preparation import preparation_plan
 from pretrain.data.preparation.documents import read_documents
 from pretrain.data.preparation.inputs import find_inputs
 from pretrain.data.preparation.prepare import prepare
@@ -425,21 +424,6 @@ def test_ends_are_no_shorter_than_a_few_words(trained, tmp_path):
         (tmp_path / f"{number}.txt").write_text(f"{number} " + "word " * 60)
     with pytest.raises(DataError, match="the validation split is empty: the end of each of the 50 files is too short, blank, invalid or a duplicate; choose another"):
         prepare([str(tmp_path / "*.txt")], trained["byte"], tmp_path / "out", validation_fraction=1e-3)
-
-
-def test_work_that_split_whole_files_is_not_continued_by_ends(trained, tmp_path, monkeypatch):
-    """Earlier versions split several files by document: two of five parts of theirs and three of ours made another share."""
-    for number in range(5):
-        (tmp_path / f"{number}.txt").write_text(f"file {number}\n" * 50)
-    words = [str(tmp_path / "*.txt")], trained["byte"], tmp_path / "out"
-    monkeypatch.setattr(preparation_plan, "_FEW_DOCUMENTS", 0)
-    with monkeypatch.context() as patched:
-        patched.setattr("pretrain.data.preparation.prepare._assembled", None)
-        with pytest.raises(TypeError):
-            prepare(*words, validation_fraction=0.5)
-    monkeypatch.undo()
-    with pytest.raises(DataError, match="the work was begun with other inputs or options: a split of few text files takes the ends of all of them now"):
-        prepare(*words, validation_fraction=0.5)
 
 
 def test_many_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path, capsys):

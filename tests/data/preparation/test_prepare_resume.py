@@ -543,13 +543,6 @@ def test_a_tokenizer_that_is_damaged_between_tasks_and_merge_is_refused(inputs, 
             merge(tmp_path / "out")
 
 
-def test_unfinished_work_of_a_version_that_kept_no_hashes_of_the_tokenizer_is_finished(inputs, trained, straight, tmp_path):
-    one_task(inputs, trained, tmp_path / "out")
-    (tmp_path / ".out.preparing" / "tokenizer" / "files.sha256.json").unlink()
-    merge(tmp_path / "out")
-    assert files_of(tmp_path / "out") == straight
-
-
 def test_files_that_nfs_leaves_in_the_work_directory_stop_nobody(inputs, trained, straight, tmp_path):
     """D-D6: NFS renames what is removed while it is open to .nfsXXXX."""
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=0, tasks=2)
@@ -576,27 +569,6 @@ def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):
     (tmp_path / "empty").mkdir()
     prepare(inputs, trained["bpe"], tmp_path / "other", work=tmp_path / "empty")
     assert os.listdir(tmp_path / "empty") == []
-
-
-def test_work_of_an_earlier_version_is_named_and_can_be_continued(inputs, trained, straight, tmp_path):
-    """It lay in the folder that --work names, not in a folder of ours there. It was neither found nor mentioned, and began anew."""
-    work, own = tmp_path / "work", tmp_path / "work" / f".{tmp_path.name}.out.preparing"
-    prepare(inputs, trained["bpe"], tmp_path / "out", work=work, task=0, tasks=2, **OPTIONS)
-    own.rename(tmp_path / "older")
-    work.rmdir()
-    (tmp_path / "older").rename(work)
-    with pytest.raises(DataError, match=r"work: holds unfinished work of an earlier version; to continue it, move plan\.json, tok") as told:
-        prepare(inputs, trained["bpe"], tmp_path / "out", work=work, **OPTIONS)
-    assert not own.exists()
-    own.mkdir()
-    for path in (work / "plan.json", work / "tokenizer", *work.glob("parts-*")):
-        assert path.name in str(told.value)
-        path.rename(own / path.name)
-    done = len(list(own.glob("parts-*/*")))
-    prepare(inputs, trained["bpe"], tmp_path / "out", work=work, task=1, tasks=2, **OPTIONS)
-    assert done and len(list(own.glob("parts-*/*"))) > done
-    merge(tmp_path / "out", work=work)
-    assert files_of(tmp_path / "out") == straight
 
 
 def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_path):

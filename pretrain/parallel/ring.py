@@ -89,6 +89,8 @@ class RingQueries(OwnQueries):
     """Attention whose queries are of the positions at hand, and meet the keys and values of all ranks in turn."""
 
     context: RingAxis
+    own_heads = used_keys = slice(None)
+    """Those of a tensor-parallel rank, see `OwnHeads`: nothing that it extends attends after this."""
 
     def attend(
         self,
@@ -103,6 +105,8 @@ class RingQueries(OwnQueries):
     ) -> Tensor:
         if dropout is not None:
             raise ValueError("the ring's kernels drop no weights")
+        k_BKRG, v_BKRG = k_BKRG[:, self.used_keys], v_BKRG[:, self.used_keys]
+        sinks_H = None if sinks_H is None else sinks_H[self.own_heads]
         if self.watch_scores is not None:
             self.watch_scores(self._largest_score(q_BHRG, k_BKRG, mask, scale))
         kernel = Kernel.of(q_BHRG, v_BKRG, scale, soft_cap)

@@ -18,8 +18,12 @@ from pretrain.config.schema import Config, Loss
 from pretrain.conventions import IGNORED, sample_keys
 from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.errors import ConfigError
+from pretrain.models.attention import Attention
 from pretrain.models.families import complete
+from pretrain.parallel.collectives import extend
 from pretrain.parallel.legality import check_context, check_expert, check_tensor
+from pretrain.parallel.ring import RingAxis, RingMask, RingQueries
+from pretrain.parallel.tensor_modules import OwnHeads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from parity import ALL, cases  # noqa: E402
@@ -101,7 +105,7 @@ def models(kind: str, ranks: int, every_family: bool) -> dict[str, Model]:
 def sizes_of(kind: str, ranks: int) -> dict[str, int]:
     if kind == "expert":  # whose ranks have other samples
         return {"shard": ranks, "expert": ranks}
-    several = {"both": {"context": 2, "tensor": 2}, "all": {"context": 2, "tensor": 2, "expert": 2}, "ring": {"context": ranks}}
+    several = {"both": {"context": 2, "tensor": 2}, "all": {"context": 2, "tensor": 2, "expert": 2}, "ring": {"context": ranks}, "ring and tensor": {"context": 2, "tensor": 2}}
     return several.get(kind, {kind: ranks})
 
 
@@ -109,7 +113,7 @@ def is_legal(model: Model, kind: str, ranks: int) -> bool:
     try:
         sizes = sizes_of(kind, ranks)
         check_tensor(model, sizes.get("tensor", 1))
-        method = "ring" if kind == "ring" else "allgather"
+        method = "ring" if kind.startswith("ring") else "allgather"
         check_context(Config(model=model, parallel=Parallel(**sizes, context_method=method)))
         check_expert(model, sizes.get("expert", 1))
     except ConfigError:
@@ -208,7 +212,7 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
-                alone, together = values_and_gradients(model), values_and_gradients(model, mesh, "ring" if kind == "ring" else "allgather")
+                alone, together = values_and_gradients(model), values_and_gradients(model, mesh, "ring" if kind.startswith("ring") else "allgather")
                 assert alone.keys() == together.keys()
                 largest = max(float(x.norm()) for x in alone.values())
                 # A gradient that is zero but for rounding, as of a bias of keys, which moves all scores alike, is held against more: 1e-10 of
@@ -227,11 +231,11 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(1200))
 SIZES = [(2, False), (4, False), pytest.param(2, True, marks=LONG), pytest.param(4, True, marks=LONG)]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context", "ring", "both", "expert", "all"])
+@pytest.mark.parametrize("kind", ["tensor", "context", "ring", "ring and tensor", "both", "expert", "all"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
 def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family, monkeypatch):
     monkeypatch.setattr("launch_pool.LIMIT_SECONDS", 1200 if every_family else LIMIT_SECONDS)  # over 100 models
-    if kind in ("both", "all") and ranks == 2:
+    if kind in ("both", "all", "ring and tensor") and ranks == 2:
         pytest.skip("two axes need four ranks")
     wanted = models(kind, ranks, every_family)
     with_experts = "expert" in sizes_of(kind, ranks)
@@ -240,6 +244,27 @@ def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, 
         assert found.keys() == wanted.keys()
         worst = max(found, key=lambda name: found[name])
         assert found[worst][0] <= 1e-10, (worst, found[worst])
+
+
+class RingOfOne:
+    """What the ring asks of the axis `context`, with this rank alone on it."""
+
+    rank, size, parts = 0, 1, RingAxis.parts
+
+
+@pytest.mark.parametrize("own, used", [(slice(0, 2), slice(0, 1)), (slice(2, 4), slice(0, 1)), (slice(6, 8), slice(1, 2))])
+def test_tensor_ranks_that_share_key_heads_take_their_own_round_the_ring(own, used):
+    """Four ranks with both of two key heads at hand: query heads met the keys of another head. A sink of each of all heads did not fit."""
+    attention = Attention.__new__(Attention)
+    torch.nn.Module.__init__(attention)
+    attention.watch_scores = None
+    q_BHTG, k_BKTG, v_BKTG = (torch.randn(1, 2, 8, 16) for _ in "qkv")
+    arguments = q_BHTG, k_BKTG, v_BKTG, None, 0.25, 0.0, torch.randn(8)
+    extend(attention, OwnHeads, own_heads=own, used_keys=used)
+    expected = attention.attend(*arguments)
+    extend(attention, RingQueries, context=RingOfOne())
+    found = attention.attend(*arguments[:3], RingMask(None, 0, 4), *arguments[4:])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def cost_of_forward(kind: str, model: Model, length: int) -> list[tuple[int, int]]:

@@ -54,9 +54,8 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
 
 def check(arguments: argparse.Namespace, start: Start | None) -> None:
     from pretrain.config.load import load_config
-    from pretrain.equivalence.choice import chosen
-    from pretrain.equivalence.comparison import compare, start_processes
-    from pretrain.equivalence.tables import costs, table
+    from pretrain.equivalence.cases import chosen
+    from pretrain.equivalence.comparison import compare, costs, start_processes, table
 
     overrides = [*arguments.overrides, *([f"run.init_from={arguments.checkpoint}"] if arguments.checkpoint else [])]
     choice = chosen(arguments.config, overrides, arguments.layouts, arguments.ranks, arguments.shrink)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,14 @@ from pretrain.config.keys import SetKey, is_met, keys_of
 from pretrain.config.load import load_config
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
+from pretrain.data.training_data import open_data
+from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.mesh import AXES
 from pretrain.distributed.ranks import choose_device
+from pretrain.equivalence.shrink import shrunk
 from pretrain.errors import ConfigError, UserError
-from pretrain.train.plan import make_plan
+from pretrain.train.plan import make_plan, with_vocabularies
+from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain" / "equivalence" / "measured_run.py"
@@ -180,9 +185,12 @@ def written(text: str, config: Config, processes: int) -> Case:
         of_all = wrong[0].split(".")[0] in {field.name for field in dataclasses.fields(Config)}
         remedy = "write overrides before --layouts" if of_all else "write key=value, for instance tensor=2"
         raise ConfigError(f"--layouts {text!r}: {wrong[0]} is no key of the section parallel; {remedy}")
+    keys = Counter(word.split("=")[0] for word in text.split())
+    if repeated := [key for key, times in keys.items() if times > 1]:
+        raise ConfigError(f"--layouts {text!r}: {repeated[0]} is there twice; write it once")
     try:
         sizes = {axis: int(pairs[axis]) for axis in AXES if pairs.get(axis, "-1") not in ("-1", "null")}
-        micro = int(pairs.pop("micro_sequences", 0))
+        micro = int(pairs.pop("micro_sequences")) if "micro_sequences" in pairs else None
     except ValueError as error:
         raise ConfigError(f"--layouts {text!r}: {error}; sizes are numbers of ranks") from error
     if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size < 1]:
@@ -200,7 +208,8 @@ def written(text: str, config: Config, processes: int) -> Case:
     else:
         count = max(processes // together * together, together)
         data_size = count // together
-    micro = micro or _micro(config, data_size, sizes.get("pipeline", 1))
+    if micro is None:
+        micro = _micro(config, data_size, sizes.get("pipeline", 1))
     overrides = (f"batch.micro_sequences={micro}", *(f"parallel.{key}={value}" for key, value in pairs.items()))
     return Case(text, count, micro, overrides)
 
@@ -215,7 +224,9 @@ def _micro(config: Config, data_size: int, stages: int) -> int:
 
 
 def every_case(config: Config, processes: int) -> Iterator[Case]:
-    """Every layout of up to so many processes, legal or not: each product of the axes, and experts on as many ranks as share weights."""
+    """Every layout of up to so many processes, legal or not: each product of the axes, with both ways of context parallelism, and experts on as many ranks
+    as share weights.
+    """
     order = ("replicate", "shard", "context", "tensor", "pipeline")
     for count in _counts(processes):
         yield written(f"strategy=ddp replicate={count}", config, count)
@@ -225,7 +236,8 @@ def every_case(config: Config, processes: int) -> Iterator[Case]:
             text = " ".join(["strategy=fsdp", *(f"{axis}={axes[axis]}" for axis in named)])
             sharing = axes["shard"] * axes["context"]
             for ranks in (n for n in range(1, sharing + 1) if sharing % n == 0):
-                yield written(text + (f" expert={ranks}" if ranks > 1 else ""), config, count)
+                for method in ("", " context_method=ring")[: 2 if axes["context"] > 1 else 1]:
+                    yield written(text + (f" expert={ranks}" if ranks > 1 else "") + method, config, count)
 
 
 def _counts(processes: int) -> list[int]:
@@ -251,3 +263,63 @@ def reason_against(case: Case, path: Path, overrides: list[str]) -> str | None:
     except UserError as error:
         return " ".join(str(error).split())
     return None
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layouts to compare, after the single processes that they are compared with."""
+
+    cases: list[Case]
+    overrides: list[str]
+    """For every layout: those that were given, and those that shrink the model."""
+    lines: list[str]
+    """What is to be said about it."""
+
+
+def chosen(path: Path, overrides: list[str], texts: list[str] | None, ranks: int | None, shrink: bool) -> LayoutChoice:
+    """The layouts that are asked for; without `texts` every legal one. Raises ConfigError where none is legal, or one that is asked for is not."""
+    config, _ = load_config(path, overrides)
+    if config.data.pairs is not None:
+        raise ConfigError(
+            "tools/check_equivalence.py compares steps of a fixed number of samples, and data.pairs has others in each; use an "
+            "encoder-decoder on data.objective=span_corruption"
+        )
+    most = ranks or _processes(config)
+    complete, vocabulary = _completed(config)
+    lines, experts = [], bool(complete.model.experts.count)
+    if shrink:
+        sharing = [case.processes for case in wanted_cases(texts or [], config, experts, most)]
+        small = shrunk(config, complete, vocabulary, max([most, *sharing]))
+        lines.append("shrunk by " + " ".join(f"'{override}'" if " " in override else override for override in small))
+        overrides = [*overrides, *small]
+        config, _ = load_config(path, overrides)
+    every = list(every_case(config, most)) if texts is None else wanted_cases(texts, config, experts, most)
+    reasons = {case: reason_against(case, path, overrides) for case in every}
+    legal = [case for case, reason in reasons.items() if reason is None]
+    refused = {case: reason for case, reason in reasons.items() if reason is not None}
+    if texts is not None and refused:
+        case, reason = next(iter(refused.items()))
+        raise ConfigError(f"--layouts {case.name!r}: {reason}")
+    if not legal:
+        raise ConfigError(f"no layout on up to {most} processes is legal: {next(iter(refused.values()))}")
+    lines += [f"refused   {case.name}: {reason}" for case, reason in refused.items()]
+    if texts is None:
+        lines.append(f"{len(legal)} legal layouts on up to {most} processes")
+    return LayoutChoice(with_references(legal, config.batch.sequences), overrides, lines)
+
+
+def _completed(config: Config) -> tuple[Config, int]:
+    """The configuration, complete on one process, and the tokens of its data's vocabulary."""
+    alone = dataclasses.replace(config, parallel=type(config.parallel)())
+    complete = resolve(alone)
+    data = open_data(complete, complete.model.encoder.decoder_start_id)
+    return with_vocabularies(complete, data), data.vocabularies["vocab_size"].size
+
+
+def _processes(config: Config) -> int:
+    """The GPUs of this host; on a CPU its cores, up to 4."""
+    import torch
+
+    if choose_device(config, 0).type == "cuda":
+        return max(2, torch.cuda.device_count())
+    return max(2, min(4, cores_of_host()))

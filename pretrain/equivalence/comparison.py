@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,11 +151,11 @@ def _row(case: Case, number_format: str, reference: Path, run: Path, same_micro_
     if case.splits:
         share = UNIT_ROUNDOFF[number_format] / gradient_limit(case, number_format, same_micro_batches)
     least = share * math.sqrt(sum(float(g.square().sum()) for g in theirs.values()))
-    gradient = max(float((ours[name] - g).norm()) / max(float(g.norm()), least) for name, g in theirs.items())
+    gradient = _worst(_share(float((ours[name] - g).norm()), max(least, float(g.norm()))) for name, g in theirs.items())
     records = list(zip(read_metrics(run), read_metrics(reference), strict=True))
 
     def largest(key: str) -> float:
-        return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in records)
+        return _worst(_apart(a[key], b[key]) for a, b in records)
 
     same = all(a["batch"] == b["batch"] for a, b in records)
     measured = tuple(read_measured(run, case.processes))
@@ -163,8 +163,111 @@ def _row(case: Case, number_format: str, reference: Path, run: Path, same_micro_
     return Row(case, number_format, *differences, same, same_micro_batches, seconds, measured)
 
 
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; infinity if one is no number, which `max` may pass over."""
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)
+
+
+def _apart(ours: float | None, theirs: float | None) -> float:
+    """The relative difference of a number of a step. It is null where it was not finite."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return _share(abs(ours - theirs), abs(theirs))
+
+
+def _share(difference: float, size: float) -> float:
+    return difference / size if size else math.inf if difference else 0.0
+
+
 def line(row: Row) -> str:
     """A row for the console."""
     verdict = "equal" if row.equal else "DIFFERENT"
     figures = f"gradient {row.gradient:.1e}  loss {row.loss:.1e}  norm {row.grad_norm:.1e}"
     return f"{row.format}  {row.case.name:<42} {figures}  {verdict}"
+
+
+def table(rows: list[Row]) -> str:
+    """A line per layout with the differences in every number format."""
+    formats = list(dict.fromkeys(row.format for row in rows))
+    titles = [f"{f}: {title}" for f in formats for title in ("gradient of step 1", "loss of every step", "gradient norm")]
+    lines = [["layout", *titles, "samples"], ["---"] * (len(titles) + 2)]
+    for name in dict.fromkeys(row.case.name for row in rows):
+        own = [row for row in rows if row.case.name == name]
+        figures = [f"{figure:.1e}" for row in own for figure in (row.gradient, row.loss, row.grad_norm)]
+        lines.append([name, *figures, "same" if all(row.same_batches for row in own) else "OTHER"])
+    return _markdown(lines)
+
+
+def costs(rows: list[Row]) -> str:
+    """A line per layout and number format: collectives of a step, counted and by formula; bytes that a rank sends and holds; the verdict."""
+    titles = [
+        "layout",
+        "format",
+        "micro-steps",
+        "collectives of a step, and their formula",
+        "sent by a rank",
+        "peak memory",
+        "verdict",
+    ]
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        cells = ["-"] * 4
+        if row.measured:
+            sent = [one.sent for one in row.measured if one.sent is not None]
+            shown = (_collectives(row.measured), _size(max(sent))) if sent else ("-", "-")
+            cells = [str(row.measured[0].micro_steps), *shown, _size(_peak(row))]
+        lines.append([row.case.name, row.format, *cells, verdict(row, rows)])
+    return _markdown(lines)
+
+
+def verdict(row: Row, rows: list[Row]) -> str:
+    """What a layout computes, whether it communicates as the formula says, and what it costs more than simpler layouts."""
+    said = ["equal" if row.equal else "DIFFERENT"]
+    if not row.measured:
+        return f"{said[0]}; nothing measured, the run has fewer than 3 steps"
+    if not all(one.as_expected for one in row.measured):
+        said.append("OTHER COLLECTIVES than the formula's")
+    alone = [
+        r for r in rows if r.case.processes == 1 and r.format == row.format and r.case.micro == row.case.micro and r.measured
+    ]
+    if row.case.processes > 1 and alone and _peak(row) > _peak(alone[0]):
+        said.append("more memory than single")
+    if any((one.sent or 0) > one.sent_by_ddp for one in row.measured):
+        said.append("sends more than DDP")
+    return "; ".join(said)
+
+
+def _peak(row: Row) -> int:
+    return max(one.peak for one in row.measured)
+
+
+def _collectives(measured: tuple[Measured, ...]) -> str:
+    """Those of a rank, or of each stage's ranks where they differ: `all-gather 28 = 4 x 7`."""
+    texts = [_of_rank(one) for one in measured]
+    if len(set(texts)) == 1:
+        return texts[0]
+    ranks = {text: [str(rank) for rank, other in enumerate(texts) if other == text] for text in texts}
+    return "; ".join(f"rank {', '.join(own)}: {text}" for text, own in ranks.items())
+
+
+def _of_rank(one: Measured) -> str:
+    parts = []
+    for kind in dict.fromkeys([*one.expected, *one.collectives]):
+        count = one.collectives.get(kind, 0)
+        if one.unknown is None or kind in one.unknown:
+            parts.append(f"{kind} {count}, -")
+        else:
+            sign = "=" if count == one.expected.get(kind, 0) else "≠"
+            parts.append(f"{kind} {count} {sign} {one.formula.get(kind, '0')}")
+    return ", ".join(parts) or "none"
+
+
+def _size(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

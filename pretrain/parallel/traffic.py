@@ -8,7 +8,7 @@
     pipeline   messages, in the order of the schedule; gradients of tables that several stages hold
     expert     five exchanges for each layer with experts
 
-Clipping and the optimizer are not in it. `equivalence/counting.py` counts what a run really sends.
+Clipping and the optimizer are not in it. `equivalence/measured_run.py` counts what a run really sends.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """`tools/check_equivalence.py`: a user's model in every layout that fits, its collectives against the formula, and how it is made small."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 from running import some_slow, tool
+from safetensors.torch import save_file
 
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
-from pretrain.equivalence.cases import cases, written
-from pretrain.equivalence.choice import chosen
-from pretrain.equivalence.comparison import Row, compare
-from pretrain.equivalence.counting import kind_of
-from pretrain.equivalence.measured_run import Measured
+from pretrain.equivalence import comparison
+from pretrain.equivalence.cases import cases, chosen, written
+from pretrain.equivalence.comparison import Row, compare, verdict
+from pretrain.equivalence.measured_run import Measured, kind_of
 from pretrain.equivalence.shrink import shrunk
-from pretrain.equivalence.tables import verdict
 from pretrain.errors import ConfigError, TrainingError, UserError
 from pretrain.models.layer_specs import layer_specs
 from pretrain.parallel.legality import check_expert, check_tensor
@@ -89,8 +90,8 @@ def test_a_preset_made_small_is_the_same_in_every_layout_of_two_ranks_and_sends_
         for line in printed.splitlines()
         if re.match(r"\| strategy=", line) and line.endswith("|") and " fp32 | 2 |" in line
     ]
-    counts = {"latent": 8, "one sublayer per layer": 8, "experts": 2}
-    assert len(rows) == counts.get(model, 6), printed
+    counts = {"latent": 10, "one sublayer per layer": 10, "experts": 2, "encoder and decoder": 6}
+    assert len(rows) == counts.get(model, 7), printed
     assert all("| equal" in row for row in rows)
     assert not [row for row in rows if ", -" in row], "layouts without a formula"
 
@@ -153,13 +154,14 @@ def test_layouts_that_are_not_legal_are_listed_with_their_reason(config_file):
     said = {line.split(": ")[0].split(maxsplit=1)[1]: line for line in choice.lines if line.startswith("refused")}
     assert set(said) == {
         "strategy=fsdp shard=1 pipeline=2", "strategy=fsdp shard=2 expert=2", "strategy=fsdp shard=1 context=2 expert=2",
+        "strategy=fsdp shard=1 context=2 expert=2 context_method=ring",
     }  # fmt: skip
     assert "2 stages need as many layers, but the model has 1" in said["strategy=fsdp shard=1 pipeline=2"]
     named = [case.name for case in choice.cases]
     assert named[:2] == ["single, accumulation 2", "single, accumulation 4"]
     assert named[2:] == [
         "strategy=ddp replicate=2", "strategy=fsdp replicate=2", "strategy=fsdp shard=2", "strategy=fsdp shard=1 context=2",
-        "strategy=fsdp shard=1 tensor=2",
+        "strategy=fsdp shard=1 context=2 context_method=ring", "strategy=fsdp shard=1 tensor=2",
     ]  # fmt: skip
 
 
@@ -189,6 +191,8 @@ def test_a_layout_is_named_or_written_as_keys(config_file):
         ("tensor=0", "tensor=0 is not a number of ranks; give 1 or more"),
         ("shard=-2", "shard=-2 is not a number of ranks; give 1 or more"),
         ("data.seed=2", "data.seed=2 is no key of the section parallel; write overrides before --layouts"),
+        ("micro_sequences=0", "batch.micro_sequences=0: must be at least 1"),
+        ("tensor=2 tensor=4", "--layouts 'tensor=2 tensor=4': tensor is there twice; write it once"),
         ("tensor=two", "sizes are numbers of ranks"),
         ("shard=1 tensor=3", "--layouts 'shard=1 tensor=3': parallel.tensor=3: model.heads=4 does not divide by it"),
         ("strategy=ddp tensor=2", "parallel.tensor=2 has no effect"),
@@ -226,6 +230,25 @@ def test_a_verdict_says_what_a_layout_costs_more_and_where_the_formula_is_wrong(
     unknown = row(two, collectives={"all-gather": 2, "all-reduce": 1}, expected={"all-reduce": 1}, unknown=["all-gather"])
     assert verdict(unknown, [*rows, unknown]) == "equal"
     assert verdict(dataclasses.replace(rows[1], gradient=1.0, measured=()), rows).startswith("DIFFERENT; nothing measured")
+
+
+def test_what_is_no_number_is_not_equal(tmp_path):
+    """The largest of 0 and NaN was 0. A step that was skipped has no loss."""
+    zeros, numbers = ({"a": torch.zeros(2), "b": torch.full((2,), value)} for value in (1.0, float("nan")))
+    record = {"loss": 1.0, "grad_norm": 1.0, "batch": "x"}
+    for name, gradients, first in (("a", zeros, record), ("b", numbers, record), ("c", zeros, record | {"loss": None})):
+        folder = tmp_path / name / "gradients"
+        folder.mkdir(parents=True)
+        save_file(gradients, folder / "step-00000001.safetensors")
+        lines = [{"step": number, "tokens": 1024 * number} | line for number, line in enumerate((first, record), start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    case = comparison.Case("x", 1, 1)
+
+    def equal(one: str, other: str) -> bool:
+        return comparison._row(case, "fp32", tmp_path / one, tmp_path / other, True, 1.0).equal
+
+    assert equal("a", "a") and equal("c", "c")
+    assert not equal("b", "a") and not equal("a", "b") and not equal("c", "a") and not equal("a", "c")
 
 
 def test_operators_of_torch_have_kinds():

@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     from pretrain.launching.over_ssh import host_commands, run_over_ssh
-    from pretrain.launching.settings import parse_settings
-    from pretrain.launching.targets import Launch, read_target
+    from pretrain.launching.targets import Launch, parse_settings, read_target
 
     target, given = read_target(arguments.target), parse_settings(arguments.set)
     described = Launch(arguments.config, arguments.nodes, arguments.gpus, arguments.overrides, arguments.cpu, arguments.fewest)

@@ -134,8 +134,8 @@ def _take_rest_of_processes(config: Config, world_size: int) -> Config:
     if world_size % others:
         given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise LaunchError(
-            f"parallel.{open_axes[0]}=-1: {world_size} processes do not divide by {given}; start {nearest_multiples(world_size, others)}: "
-            f"{command_for(others)}"
+            f"parallel.{open_axes[0]}=-1: {world_size} processes do not divide by {given}",
+            f"start {nearest_multiples(world_size, others)}: {command_for(others)}",
         )
     return dataclasses.replace(config, parallel=dataclasses.replace(parallel, **{open_axes[0]: world_size // others}))
 
@@ -203,15 +203,15 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
     replicate, shard, together = config.parallel.replicate, config.parallel.shard, ranks_of_a_sample(config)
     if world_size % together:
         raise LaunchError(
-            f"{axes_of_a_sample(config)}: {world_size} processes do not divide by {together}; start "
-            f"{nearest_multiples(world_size, together)}: {command_for(together)}"
+            f"{axes_of_a_sample(config)}: {world_size} processes do not divide by {together}",
+            f"start {nearest_multiples(world_size, together)}: {command_for(together)}",
         )
     data_size = world_size // together
     if not axes:
         if world_size > 1:
             raise LaunchError(
-                f"parallel.strategy={strategy} runs in one process, but {world_size} were started; "
-                "start one (python pretrain/run.py ...) or set parallel.strategy=ddp, fsdp or auto"
+                f"parallel.strategy={strategy} runs in one process, but {world_size} were started",
+                "start one (python pretrain/run.py ...) or set parallel.strategy=ddp, fsdp or auto",
             )
         return 1, 1
     if axes == ("replicate",):

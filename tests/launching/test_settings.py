@@ -13,8 +13,7 @@ from running import tool
 
 from pretrain.config.read import read_file
 from pretrain.errors import LaunchError
-from pretrain.launching.settings import parse_settings, setting_types, typed
-from pretrain.launching.targets import Launch, Target, read_target, target_names
+from pretrain.launching.targets import Launch, Target, parse_settings, read_target, setting_types, target_names, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "pretrain" / "llama-125m.yaml")

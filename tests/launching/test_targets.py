@@ -200,6 +200,9 @@ def test_names_are_what_dns_allows(name, label):
         ("slurm", ["--nodes", "2", "model.ffn_dim=77", "parallel={strategy: fsdp, tensor: 2}"], "model.ffn_dim=77 does not divide by it"),
         ("kubernetes", ["--nodes", "2:3", *(f"--set={k}={v}" for k, v in GIVEN["kubernetes"].items())], "times 3"),
         ("slurm", ["--gpus", "3", "parallel={strategy: fsdp, shard: 2}"], "parallel.shard=2: 3 processes do not divide by 2; choose other"),
+        ("slurm", ["--gpus", "3", "parallel={strategy: fsdp, tensor: 2}"], "parallel.tensor=2: 3 processes do not divide by 2; choose other"),
+        ("slurm", ["--gpus", "3", "parallel={strategy: fsdp, shard: 2, tensor: -1}"], "3 processes do not divide by parallel.shard=2; choose other"),
+        ("slurm", ["--gpus", "2", "parallel.strategy=single"], "runs in one process, but 2 were started; choose other"),
         ("slurm", [], "--nodes 1 --gpus 1: parallel.strategy=ddp expects several processes, 1 started; choose other numbers, or change the key"),
     ],
 )

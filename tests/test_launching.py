@@ -92,7 +92,7 @@ def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
         (
             FSDP2 | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "NO_RESHARD"},
             {"strategy": "fsdp"},
-            "FSDP_VERSION=1 contradicts parallel.strategy=fsdp (FSDP2)",
+            "FSDP_VERSION=1 contradicts parallel.strategy=fsdp of the configuration",
         ),
         (FSDP2 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"strategy": "fsdp"}, "launch without --fsdp_sharding_strategy"),
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"strategy": "fsdp"}, "set parallel.reshard_after_forward=never or"),
@@ -103,11 +103,11 @@ def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
         (
             {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
             {"compile": "blocks"},
-            "parallel.compile=blocks (inductor) of the configuration",
+            "parallel.compile=blocks of the configuration",
         ),
         ({"ACCELERATE_DYNAMO_MODE": "max-autotune"}, {"compile": "blocks"}, "launch without --dynamo_mode"),
         ({"ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, {"compile": "blocks"}, "launch without --dynamo_use_fullgraph"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {}, "contradicts batch.sequences/batch.micro_sequences=16/16"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {}, "contradicts batch.micro_sequences=16 of the configuration; leave it at 1"),
         (
             {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
             {},

@@ -27,7 +27,6 @@ from pretrain.checkpoint.sending import all_at_once
 from pretrain.checkpoint.store_url import KEY
 from pretrain.checkpoint.undo import Undo
 from pretrain.config.schema import Checkpoint, Config
-from pretrain.distributed.long_waits import while_alive
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, UserError, without_secrets
 from pretrain.storage import exists, flush, make_directory, real, unrepeated
@@ -370,7 +369,7 @@ class StoredRun:
 
     def _on_main(self, name: str, action: Callable[[], T], ranks: Ranks) -> T:
         """What `action`, which waits for the network, returns on the main rank, on all ranks."""
-        own = ranks.attempt(name, lambda: while_alive(name, action if ranks.is_main else lambda: None, ranks), CheckpointError)
+        own = ranks.attempt(name, lambda: ranks.while_alive(name, action if ranks.is_main else lambda: None), CheckpointError)
         return ranks.gather(name, own)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -77,20 +78,9 @@ class Channel:
 def listen(port: int) -> socket.socket:
     """A socket that takes connections at a port of every address of this host; 0: at any free port. Raises OSError."""
     if socket.has_dualstack_ipv6():
-        try:
+        with contextlib.suppress(OSError):  # a port that is taken is refused below
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        except OSError as error:
-            if error.errno is not None and port and _is_taken(port):
-                raise
     return socket.create_server(("", port), backlog=1024)
-
-
-def _is_taken(port: int) -> bool:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return True
-    return False
 
 
 def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ class Meeting:
             except (OSError, ValueError, RuntimeError) as error:
                 self._problem = self._words_of(error)
             else:
-                self.monitor.attach(channel, said, lambda: self._connect()[0])
+                self.monitor.attach(channel, said, self._connect)
                 self._attached.set()
                 return
             self._over.wait(pause)

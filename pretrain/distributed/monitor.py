@@ -29,9 +29,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.activity import bytes_moved, waits_for_storage
 from pretrain.distributed.channel import Channel, is_communication
-from pretrain.distributed.pace import Pace
+from pretrain.distributed.pace import Pace, bytes_moved, waits_for_storage
 from pretrain.distributed.standing import Mark
 from pretrain.distributed.switchboard import ANSWER_SECONDS
 from pretrain.errors import LostRankError, UserError, flush_output, print_error
@@ -86,15 +85,13 @@ class Monitor(threading.Thread):
         self.switchboard_seconds: Callable[[], float] = lambda: 0.0
         """Processor time of this process's switchboard: it serves all ranks also where this one hangs."""
         self.log_file: Path | None = None
-        self.busy_elsewhere = False
-        """Whether the parts of a step run on a GPU."""
         self.main_rank = "rank 0"
         self.heard = 0.0
         """When the switchboard last said something."""
         self.mark, self.since = Mark(), time.monotonic()
         self._parts: list[Mark] = []
         self._channel: Channel | None = None
-        self._reconnect: Callable[[], Channel] | None = None
+        self._reconnect: Callable[[], tuple[Channel, list[dict[str, Any]]]] | None = None
         self._verdict: str | None = None
         self._judged = threading.Event()
         self._doom: Doom | None = None
@@ -160,9 +157,11 @@ class Monitor(threading.Thread):
         self._doom = Doom(line, LEAVE_SECONDS, time.monotonic() + LEAVE_SECONDS, final=True)
         return LostRankError(line)
 
-    def attach(self, channel: Channel, said: list[dict[str, Any]], reconnect: Callable[[], Channel]) -> None:
-        """Use this connection to the switchboard. `said`: the messages that came already; `reconnect` opens another connection if this
-        one breaks off.
+    def attach(
+        self, channel: Channel, said: list[dict[str, Any]], reconnect: Callable[[], tuple[Channel, list[dict[str, Any]]]]
+    ) -> None:
+        """Use this connection to the switchboard. `said`: the messages that came already; `reconnect` opens another connection, and
+        returns the same two, if this one breaks off.
         """
         self._reconnect = reconnect
         self._take(said)
@@ -239,7 +238,6 @@ class Monitor(threading.Thread):
         except (OSError, ValueError):
             channel.close()
             self._channel = None
-            self.news.put({"kind": "lost"})
             self._find_switchboard_again()
             return
         self._take(messages)
@@ -274,13 +272,15 @@ class Monitor(threading.Thread):
         """Look for the switchboard once a second. If only the connection broke, nothing is lost; else its process has ended."""
         if self._reconnect is not None and not self._closed:
             try:
-                self._channel = self._reconnect()
+                channel, said = self._reconnect()
             except (OSError, ValueError, RuntimeError, UserError):
                 pass
             else:
                 if self._doom is not None and self._doom.of == SWITCHBOARD and not self._doom.final:
                     self._doom = None
                     self._judged.clear()
+                self._channel = channel
+                self._take(said)
                 return
         self._expect_end(f"{self.main_rank} is gone without a word (killed?)", SWITCHBOARD)
         self._judged.set()
@@ -298,7 +298,7 @@ class Monitor(threading.Thread):
         (FUSE, Lustre), so both count as busy. A wait for storage does so for `timeout_seconds` at most: no rank waits longer for a
         save or a load.
         """
-        if self.mark.device and self.busy_elsewhere:
+        if self.mark.device and self.pace.on_gpu:
             return 0.0
         if self.mark.storage and self._seconds() < self.timeout_seconds:
             return 0.0
@@ -328,7 +328,7 @@ class Monitor(threading.Thread):
         if self.rank == 0 and (mark.waiting or mark.device) and seconds >= max(SAY_SECONDS, 2 * self._said):
             self._said = seconds
             self.send("ask", number=mark.number)
-        is_over = mark.device and self.busy_elsewhere and seconds > self.timeout_seconds
+        is_over = mark.device and self.pace.on_gpu and seconds > self.timeout_seconds
         if is_over and time.monotonic() - self._asked_stuck > STOP_SECONDS:
             # gloo's collectives fail by themselves. NCCL's would end the process without a message a little later.
             self._asked_stuck = time.monotonic()

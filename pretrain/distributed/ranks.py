@@ -11,8 +11,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -81,7 +83,7 @@ class Ranks:
         return values
 
     def hand_out(self, name: str, values: list[Any] | None) -> Any:
-        """This rank's one of the main rank's `values`."""
+        """The main rank has a value for each rank, in their order. Return this rank's."""
         if self.control is None:
             return values[0]
         own: list[Any] = [None]
@@ -153,6 +155,23 @@ class Ranks:
             self._wait_for_pieces(name)
             raise
         self._wait_for_pieces(name)
+
+    def while_alive(self, name: str, action: Callable[[], T]) -> T:
+        """What `action` returns, which may take longer than `parallel.timeout_seconds`. All ranks call this together."""
+        found: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                found.set_result(action())
+            except BaseException as error:  # raised below
+                found.set_exception(error)
+
+        with self.part(name, storage=True), self.in_pieces(name) as seen:
+            # A daemon, because a process that has lost a rank does not wait for it.
+            threading.Thread(target=act, name=name, daemon=True).start()
+            while not wait([found], timeout=1.0).done:
+                seen(0)
+            return found.result()
 
     def _wait_for_pieces(self, name: str) -> None:
         while self.sum(name, torch.tensor(0)):
@@ -258,8 +277,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
             meeting.join({}, "")
     monitor, timeout = meeting.monitor, timedelta(seconds=config.parallel.timeout_seconds)
     if monitor is not None:
-        monitor.busy_elsewhere = device.type == "cuda"
-        monitor.pace.sees_sleep = device.type == "cpu"
+        monitor.pace.on_gpu = device.type != "cpu"
     # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
     _leave_groups()

@@ -39,13 +39,13 @@ def prepare_blocks(network: nn.Module, config: Config, backend: str | Callable =
     recomputes, selective = options.activation_checkpointing != "none", options.activation_checkpointing == "selective"
     recompute = functools.partial(recompute_blocks, network, selective, options.checkpoint_every_block)
     if selective and options.compile != "none":
-        # torch warns of results that a block changes in place, for which every family is tested.
-        torch_log = logging.getLogger("torch._higher_order_ops.wrap")
-        torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_warning_of_changes)
     if recomputes:
         recompute(is_one_graph if options.compile == "blocks" else lambda unit: True)
+    if options.compile != "none":
+        torch._functorch.config.activation_memory_budget = options.activation_memory_budget
     if options.compile == "blocks":
-        compile_blocks(network, backend, options.activation_memory_budget)
+        compile_blocks(network, backend)
         if recomputes:
             recompute(lambda unit: not is_one_graph(unit))
             # Otherwise torch tries what it has compiled in the order of last use. It may then recompute with another version than ran forward.
@@ -56,7 +56,12 @@ def prepare_blocks(network: nn.Module, config: Config, backend: str | Callable =
 
         offload_activations(network)
     if options.compile == "model":
-        compile_model(network, backend, options.activation_memory_budget)
+        compile_model(network, backend)
+
+
+def _is_no_warning_of_changes(record: logging.LogRecord) -> bool:
+    """torch warns of results that a block changes in place, for which every family is tested."""
+    return "context_fn is passed" not in record.getMessage()
 
 
 def set_master_format(network: nn.Module, dtype: torch.dtype) -> None:
@@ -85,16 +90,13 @@ def is_one_graph(unit: Unit) -> bool:
     return ours and traceable and not any(isinstance(p, DTensor) for m in modules for p in m.parameters(recurse=False))
 
 
-def compile_blocks(network: nn.Module, backend: str | Callable = "inductor", budget: float = 1.0) -> None:
+def compile_blocks(network: nn.Module, backend: str | Callable = "inductor") -> None:
     """Compile the forward of each block that shares no weights.
 
     What `recompute_blocks` has changed before is compiled with its recomputation. The compiler then leaves out what backward does not need: a
     block's last projection, which is a quarter of the products of a Llama's block. It cannot do so for a block of several graphs, whose
     recomputation would leave all of it uncompiled.
-
-    `budget`: the share of activations that the compiler may store. It holds for all that this process compiles from now on.
     """
-    torch._functorch.config.activation_memory_budget = budget
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
@@ -116,9 +118,8 @@ def compile_loss(network: nn.Module) -> None:
             module.options = dataclasses.replace(module.options, compiled=True)
 
 
-def compile_model(network: nn.Module, backend: str | Callable = "inductor", budget: float = 1.0) -> None:
+def compile_model(network: nn.Module, backend: str | Callable = "inductor") -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
-    torch._functorch.config.activation_memory_budget = budget
     modules = [module for unit in network.units() for module in unit.modules]
     network.forward = _compile(network.forward, modules, backend, cuts_for_ddp=True)
 

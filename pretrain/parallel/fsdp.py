@@ -178,7 +178,7 @@ def _groups(root: nn.Module) -> Iterator[Any]:
 
 def _store_gradients_in(dtype: torch.dtype, group: Any) -> None:
     """Let a unit keep sharded gradients in another format than weights. FSDP2 casts what it has reduced to `_orig_dtype`, which it finds out anew
-    whenever it gathers. It has no name for it that is public.
+    whenever it gathers. torch has no public option for it.
     """
     find_out = group._init_mp_dtypes
 

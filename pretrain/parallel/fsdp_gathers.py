@@ -108,7 +108,7 @@ def wait_for_gather(module: FSDPModule) -> None:
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
-    """What torch keeps of a unit's parameters. It has no name for it that is public."""
+    """What torch keeps of a unit's parameters, for which it has no public name."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one or none
     return [group for group in groups if group is not None]

@@ -128,11 +128,11 @@ def _by_torch(name: str, ranks: int, stages: int, micro_batches: int) -> list[li
 
 
 def cut(costs: list[float], stages: int) -> list[range]:
-    """The layers of each stage. The dearest stage costs as little as possible, and has as few layers as that allows. Each has one at least."""
+    """The layers of each stage. The most expensive stage is as cheap as possible; among such cuts it has the fewest layers. Each has one at least."""
     layers, sums = len(costs), [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    best = {(0, 0): (0.0, 0)}  # (stages, layers): the cost of the dearest stage so far, and where the last one starts
+    best = {(0, 0): (0.0, 0)}  # (stages, layers): the cost of the most expensive stage so far, and where the last one starts
     for count in range(1, stages + 1):
         for stop in range(count, layers - (stages - count) + 1):
             starts = (start for start in range(count - 1, stop) if (count - 1, start) in best)

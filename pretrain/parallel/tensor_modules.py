@@ -161,7 +161,7 @@ class OwnTokens:
 def share_of_heads(
     module: LinearAttention, whole: dict[str, Tensor], key_heads: int, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """The parameters of the heads of this rank of a group, from those of all ranks, which have so many key heads together."""
+    """This rank's part of parameters that heads have. `whole`: those of all heads of the group; `key_heads`: how many key heads the group has."""
     kept = module.of_key_heads if key_heads == 1 else ()
     rank, ranks = group.rank(), group.size()
     return {name: x if name in kept else x[own_part(len(x), rank, ranks)] for name, x in whole.items()}

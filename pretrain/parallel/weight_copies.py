@@ -22,7 +22,7 @@ from pretrain.config.schema import Config
 
 
 def keeps_casts(config: Config, strategy: str, data_size: int) -> bool:
-    """Whether matrices are cast once per step. `strategy`: what `parallel.strategy` has come to, over `data_size` ranks with samples of their own."""
+    """Whether matrices are cast once per step. `strategy`: the one that was chosen; `data_size`: how many ranks see different samples."""
     precision, parallel, batch = config.precision, config.parallel, config.batch
     if strategy == "fsdp" or precision.compute == precision.master:
         return False

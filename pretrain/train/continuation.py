@@ -27,7 +27,6 @@ from pretrain.checkpoint.retention import retire
 from pretrain.checkpoint.save import AgreedPlan, Saving
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.checkpoint.uploads import Uploads
-from pretrain.distributed.long_waits import while_alive
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError, line_of
 from pretrain.observe.metrics import duration
@@ -180,7 +179,7 @@ class Continuation:
                 stored.take_over(self._timeline[-1]["start"], self._timeline, self.starting_point.step)
 
         name = "start of uploads"
-        self.ranks.attempt(name, lambda: while_alive(name, take_over, self.ranks), CheckpointError)
+        self.ranks.attempt(name, lambda: self.ranks.while_alive(name, take_over), CheckpointError)
 
     def begin_uploads(self) -> None:
         """Copy what the object store does not have, beside the training."""

@@ -307,10 +307,11 @@ def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides
 def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str) -> int:
     """As under NCCL: a collective that does not come to an end says nothing, and rank 1 is stopped before it."""
     from pretrain.distributed.monitor import Monitor
+    from pretrain.distributed.pace import Pace
 
     real = Monitor.__init__
     Monitor.__init__ = lambda self, rank, local_rank, seconds: real(self, rank, local_rank, 3.0)
-    Monitor.busy_elsewhere = property(lambda self: True, lambda self, value: None)
+    Pace.on_gpu = property(lambda self: True, lambda self, value: None)
     return train_badly("forward", "stop", 0, limits, config_file, *overrides)
 
 

@@ -178,7 +178,7 @@ class Recorder:
 
 
 def recorded(schedule: str, chunks: int, ranks: int, micro_batches: int) -> list[Recorder]:
-    from pretrain.parallel import pipeline, pipeline_messages
+    from pretrain.parallel import pipeline
 
     config = Config(parallel=Parallel(pipeline=ranks, pipeline_schedule=schedule, pipeline_chunks=chunks))
     found = []
@@ -193,7 +193,7 @@ def recorded(schedule: str, chunks: int, ranks: int, micro_batches: int) -> list
             recorder.events.append(("compute",))
             run()
 
-        with patch.object(pipeline_messages, "dist", recorder):
+        with patch.object(pipeline, "dist", recorder):
             axis.forward_backward(axis.network, micro_batches, lambda i: {"tokens_BT": torch.zeros(1, 1)}, backward, 1)
         found.append(recorder)
     return found

@@ -23,7 +23,6 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
-from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError
@@ -83,7 +82,7 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], averaged)
     loaded = load_tokenizer(tokenizer) if tokenizer else None
-    added = _added_tokens(loaded, state) if loaded else []
+    added = read_added_tokens(loaded) if loaded else []
     padding = _padding(model, loaded, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
         config, notes = write_description(writing, model, tokenizer, added, dtype)
@@ -199,13 +198,6 @@ class _Source:
     def dtype_of(self, name: str) -> torch.dtype:
         """The export's number format, but for tensors without gradient (`WeightPlan.kept`)."""
         return self.plan.kept.get(name, self.dtype)
-
-
-def _added_tokens(tokenizer: Tokenizer, state: dict[str, Any]) -> list[str]:
-    """The special tokens of training beyond the tokenizer's own: those that stood for spans, as T5 calls them."""
-    # Older checkpoints do not have them beside the tokenizer, and say only which is the first.
-    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
-    return read_added_tokens(tokenizer) or added_tokens(first, tokenizer.vocab_size)
 
 
 def _padding(model: Model, tokenizer: Tokenizer | None, added: Sequence[str], checkpoint: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     The network is on `device` and computes in `dtype`, a number format of MODEL_DTYPES. Matrices are held in that format. Vectors, and what
     gets no gradient, stay as they are. `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
     """
-    path, cast = Path(path), _caster(MODEL_DTYPES[dtype])
+    path, cast = Path(path), partial(_matrix_in, MODEL_DTYPES[dtype])
     notes: list[str] = []
     if (path / "config.json").is_file():
         source = HfDirectory(path, family or _family_for(path, notes))
@@ -107,15 +108,9 @@ def _family_for(directory: Path, notes: list[str]) -> str | None:
     return None
 
 
-Cast = Callable[[Tensor], Tensor]
-
-
-def _caster(dtype: torch.dtype) -> Cast:
-    def cast(tensor: Tensor) -> Tensor:
-        matrix = tensor.dim() > 1 and tensor.is_floating_point()
-        return tensor.to(dtype) if matrix else tensor
-
-    return cast
+def _matrix_in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """A matrix in this format; anything else as it is."""
+    return tensor.to(dtype) if tensor.dim() > 1 and tensor.is_floating_point() else tensor
 
 
 def best_device(name: str | None) -> str:
@@ -138,7 +133,7 @@ def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     return source.model, source.whole()
 
 
-def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[str, Tensor], Path]:
+def read_checkpoint(path: Path, cast: Callable[[Tensor], Tensor] | None = None) -> tuple[Model, dict[str, Tensor], Path]:
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.checkpoints_at(path)[-1]
     files.verify(checkpoint)

@@ -91,7 +91,7 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
         check_expected(config, source.plan)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(model, files.read_json(writing / "config.json"))
-        compared = compare_logits(writing, model, source.plan.parameters, source.whole) if verify else None
+        compared = compare_logits(writing, model, source.plan.parameters, source.read_all) if verify else None
         record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)
     return Exported(checkpoint, source.plan.parameters, shards, compared, [*filter(None, [padding]), *notes])
@@ -185,7 +185,7 @@ class _Source:
     def theirs(self, line: Entry) -> list[Tensor]:
         return line.layout.to_theirs(self.ours(line), self.plan.model)
 
-    def whole(self) -> dict[str, Tensor]:
+    def read_all(self) -> dict[str, Tensor]:
         """All of them, by our names."""
         return {name: tensor for line in self.plan.entries for name, tensor in zip(line.ours, self.ours(line))}
 

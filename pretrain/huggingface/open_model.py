@@ -66,7 +66,7 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     notes: list[str] = []
     if (path / "config.json").is_file():
         source = HfDirectory(path, family or _family_for(path, notes))
-        return _opened(source.model, source.whole(cast), path, path, device, dtype, notes)
+        return _opened(source.model, source.read_all(cast), path, path, device, dtype, notes)
     if family and path.is_dir():
         raise ConfigError(
             f"--family {family} has no effect on {path}, which is no Hugging Face directory (no config.json); leave it out"
@@ -130,7 +130,7 @@ def best_device(name: str | None) -> str:
 def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     """Shape and weights (whole, in fp32, by our names) of a Hugging Face model directory."""
     source = HfDirectory(directory)
-    return source.model, source.whole()
+    return source.model, source.read_all()
 
 
 def read_checkpoint(path: Path, cast: Callable[[Tensor], Tensor] | None = None) -> tuple[Model, dict[str, Tensor], Path]:
@@ -138,7 +138,7 @@ def read_checkpoint(path: Path, cast: Callable[[Tensor], Tensor] | None = None) 
     checkpoint = files.checkpoints_at(path)[-1]
     files.verify(checkpoint)
     model = recorded_model(checkpoint, files.load_state(checkpoint))
-    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
+    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).read_all("model.").items()}
     _check_fit(checkpoint, model, weights)
     return model, weights if cast is None else {name: cast(tensor) for name, tensor in weights.items()}, checkpoint
 

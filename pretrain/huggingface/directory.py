@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError, clipped
-from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, INTEGERS, Place, SafetensorsFile
+from pretrain.huggingface.safetensors_file import DTYPES, INDEX, INTEGERS, WEIGHTS, Place, SafetensorsFile
 from pretrain.models import build_network
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.family import INERT, Family, layers_with_experts
@@ -43,8 +43,8 @@ _LARGEST_INDEX = 32 * 2**20  # bytes; that of DeepSeek-V3, with 90,000 tensors, 
 class WeightPlan:
     """`entries` in the order of conversion, `ours` and `theirs` the shapes of all tensors by name, but for those of TRAINING_ONLY.
 
-    `kept`: number formats, by our names, of the tensors that get no gradient. They keep them whatever that of the weights is: the
-    corrections that balance experts, which small steps move, and tables of integers.
+    `kept`: number formats, by our names, of the tensors that get no gradient: the corrections that balance experts, which small steps
+    move, and tables of integers. These tensors keep their format, whatever the format of the weights is.
     """
 
     model: Model

@@ -38,6 +38,7 @@ class Rule:
     rate_scale: float
     """The factor from the schedule's learning rate to this rule's."""
     weight_decay: float
+    """Decay per unit of this rule's own rate: the configured decay divided by muP's factor of the rate."""
     fused_rows: tuple[int, ...] = ()
     """For Muon: the rows of each projection that a matrix fuses (`Linear.fused_rows`)."""
 

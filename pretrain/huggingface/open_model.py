@@ -211,9 +211,7 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
     if not (place / files.STATE).is_file():
         return asked_tokens(tokenizer)
     imported = files.load_state(place).get("imported")
-    if imported is None:
-        return []
-    return [int(token) for token in imported["begin"]] if "begin" in imported else asked_tokens(tokenizer)
+    return [] if imported is None else [int(token) for token in imported["begin"]]
 
 
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:

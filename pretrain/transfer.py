@@ -35,6 +35,7 @@ from pretrain.store_errors import PassingError, WrongContentError, judged, proto
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_AT_ONCE = 4  # jobs of `all_at_once`
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10
 _PART, _MOST_PARTS = 16 << 20, 9000  # of a file that is written; S3 takes 10,000
@@ -287,6 +288,38 @@ class Remote:
                 system.retries = 1  # ours are logged
             self._systems[place] = system
         return system, system._strip_protocol(url)
+
+
+def all_at_once(jobs: list[Callable[[Callable[[], bool]], object]]) -> None:
+    """Call the jobs, a few at a time in threads, each with a function that says whether to stop. The first failure stops the others, and is raised.
+
+    The threads do not keep a process from ending.
+    """
+    waiting: queue.SimpleQueue[Callable[[Callable[[], bool]], object]] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                waiting.get_nowait()(stop.is_set)
+            except queue.Empty:
+                return
+            except Cancelled:
+                return
+            except BaseException as error:
+                failures.append(error)
+                stop.set()
+
+    threads = [threading.Thread(target=work, name="upload of a file", daemon=True) for _ in range(min(_AT_ONCE, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any]]:

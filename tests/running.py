@@ -134,7 +134,7 @@ def largest_relative_difference(one: list[float], other: list[float]) -> float:
 def state_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and optimizer state that a run saved at a step."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    return Payload(checkpoint).whole("model.") | Payload(checkpoint).whole("optim.")
+    return Payload(checkpoint).read_all("model.") | Payload(checkpoint).read_all("optim.")
 
 
 def gradients(run: Path, step: int = 1) -> dict[str, torch.Tensor]:

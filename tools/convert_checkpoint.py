@@ -76,8 +76,8 @@ def convert(arguments: argparse.Namespace) -> None:
         from pretrain.huggingface.export_model import export
 
         shard_bytes = round(arguments.shard_gb * 1e9)
-        averaged = arguments.weights == "ema"
-        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes, averaged)
+        given = arguments
+        done = export(given.checkpoint, given.output, given.dtype, given.verify, shard_bytes, given.weights)
         print(f"exported {done.checkpoint}: {done.parameters:,} parameters, {arguments.dtype}, weights in {done.files} file(s)")
         print("verified: every tensor reads back as it was written; names and shapes are those that transformers expects")
         for note in done.notes:

@@ -56,7 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     check_usage(parser, arguments)
     arguments.lines = LINES if arguments.lines is None else arguments.lines
     arguments.width = WIDTH if arguments.width is None else arguments.width
-    sys.stdout.reconfigure(errors="backslashreplace")  # a document may have any characters
     return run_tool(lambda: inspect(arguments))
 
 

@@ -101,18 +101,18 @@ def _parts_of_one(checkpoints: Sequence[Path], shares: Sequence[float] | None) -
 
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _format_of_mean(name: str, sources: Sequence[_Ingredient]) -> torch.dtype:
-    """fp32, or fp64 where a checkpoint has it; whole numbers keep their format. Raises CheckpointError for formats without a mean."""
+    """fp32, or fp64 where a checkpoint has it; integers keep their format. Raises CheckpointError for formats without a mean."""
     formats = {source.payload.items[name].properties.dtype: source for source in sources}
     if all(dtype in _FLOATS for dtype in formats):
         return torch.float64 if torch.float64 in formats else torch.float32
-    if len(formats) > 1 or not set(formats) <= set(_WHOLE):
+    if len(formats) > 1 or not set(formats) <= set(_INTEGERS):
         dtype, source = next(pair for pair in formats.items() if pair[0] not in _FLOATS)
         raise CheckpointError(
-            f"{source.path}: {name} has no mean: it is {dtype}, and all checkpoints need floating-point numbers there, or equal whole ones"
+            f"{source.path}: {name} has no mean: it is {dtype}, and all checkpoints need floating-point numbers there, or equal integers"
         )
     return next(iter(formats))
 
@@ -189,7 +189,7 @@ class _Mean:
     def _sum(self, name: str) -> Tensor:
         first = self._read(self.sources[0], name)
         has_mean = first.is_floating_point() and bool(first.isfinite().all())
-        if not has_mean:  # whole numbers, or a mask of infinities: the same in all of them, or refused
+        if not has_mean:  # integers, or a mask of infinities: the same in all of them, or refused
             for source in self.sources[1:]:
                 self._refuse_other(source, name, first)
             return first

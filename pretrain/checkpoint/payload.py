@@ -117,7 +117,7 @@ class Payload:
         self._fill(tensors)
         return tensors
 
-    def whole(self, prefix: str) -> dict[str, Tensor]:
+    def read_all(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names start with `prefix`: see `read`."""
         return self.read(self.names(prefix))
 

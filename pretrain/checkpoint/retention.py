@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def outdated(complete: list[Path], newest: Path, keep_last: int, keep_every_steps: int, skipped: int = 0) -> list[Path]:
-    """Those of the `complete` checkpoints that need not be kept. `newest`, just committed, stays. Later ones are no part of this run's past: they neither count nor
-    are among them. `skipped`: steps in a row that were skipped before `newest`.
+    """Those of the `complete` checkpoints that need not be kept. `newest` was just committed and stays. Later checkpoints do not belong to this
+    run's past: they are neither counted nor returned. `skipped`: steps in a row that were skipped before `newest`.
     """
     if keep_last == 0:
         return []

@@ -19,11 +19,11 @@ def check_store(config: Config) -> None:
     shown = without_secrets(url)
     remedy = "give s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
     if not is_url(url):
-        raise ConfigError(f"{KEY}={shown}: is no URL; {remedy}", KEY)
+        raise ConfigError(f"{KEY}={shown}: is no URL; {remedy}")
     protocol, _, place = url.partition("://")
     if "::" in url or protocol not in _STORES:
-        raise ConfigError(f"{KEY}={shown}: checkpoints cannot be written there; {remedy}", KEY)
+        raise ConfigError(f"{KEY}={shown}: checkpoints cannot be written there; {remedy}")
     if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
-        raise ConfigError(f"{KEY}={shown}: names no folder; {remedy}", KEY)
+        raise ConfigError(f"{KEY}={shown}: names no folder; {remedy}")
     if protocol == "file" and real(Path(place)) == real(Path(config.run.dir)):
-        raise ConfigError(f"{KEY}={shown}: is run.dir itself; give a folder on another disk", KEY)
+        raise ConfigError(f"{KEY}={shown}: is run.dir itself; give a folder on another disk")

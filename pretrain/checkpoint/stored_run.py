@@ -23,15 +23,14 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.choose import continues, descends, goes_back_to
 from pretrain.checkpoint.copies_index import CopiesIndex, Copy, is_folder_of_copy
 from pretrain.checkpoint.retention import outdated
-from pretrain.checkpoint.sending import all_at_once
 from pretrain.checkpoint.store_url import KEY
 from pretrain.checkpoint.undo import Undo
 from pretrain.config.schema import Checkpoint, Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError, UserError, without_secrets
+from pretrain.errors import CheckpointError, DataError, without_secrets
 from pretrain.storage import exists, flush, make_directory, real, unrepeated
 from pretrain.store_errors import WrongContentError
-from pretrain.transfer import Remote
+from pretrain.transfer import Remote, all_at_once
 
 log = logging.getLogger(__name__)
 
@@ -216,20 +215,12 @@ class StoredRun:
                 f"{newest.parents[1]} away"
             )
 
-    def fetch(self, directory: Path, resume: str, ranks: Ranks) -> Undo:
-        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified. What takes it back.
+    def fetch(self, directory: Path, resume: str, ranks: Ranks, undo: Undo) -> None:
+        """Download what a start needs and the run directory does not have, all ranks sharing the work. Every file is verified. `undo` gets what
+        takes it back.
 
         A copy that is damaged is passed over with a warning. Raises CheckpointError if no other checkpoint is left, and for what cannot be reached.
         """
-        undo = Undo()
-        try:
-            self._fetch_first(directory, resume, ranks, undo)
-        except UserError:
-            undo.run(ranks)
-            raise
-        return undo
-
-    def _fetch_first(self, directory: Path, resume: str, ranks: Ranks, undo: Undo) -> None:
         folder = directory / "checkpoints"
         named, problem = _named_step(folder, resume), None
         for copy in self._on_main("look into the object store", lambda: self.lacking(folder, resume), ranks):

@@ -39,7 +39,8 @@ class Uploads:
     @property
     def problem(self) -> str | None:
         """Why a checkpoint that should be there is not."""
-        return next(reversed(self._problems.values()), None)
+        problems = list(self._problems.values())  # in one step, because the thread that copies changes them
+        return problems[-1] if problems else None
 
     @property
     def is_busy(self) -> bool:

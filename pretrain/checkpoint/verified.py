@@ -64,7 +64,7 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
 
     def look() -> str | None:
         nonlocal intact, manifest
-        # what is wrong; the file that cannot be read; missing?
+        # (problem, path of a file that cannot be read, whether it is missing)
         found: tuple[str | None, str | None, bool] = (None, None, False)
         try:
             # The others wait for it, and see why. A file may take hours, and the ranks that have none are done at once.

@@ -262,7 +262,7 @@ def _has_comment(text: str) -> bool:
     try:
         mapping = yaml.compose(f"x: {text}", _Loader)
     except (yaml.YAMLError, RecursionError, OverflowError):
-        return False  # `_parse` says what is wrong
+        return False  # `parse` says what is wrong
     end = mapping.value[0][1].end_mark.index - len("x: ")
     return "#" in text[max(end, 0) :]
 

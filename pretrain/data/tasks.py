@@ -193,11 +193,6 @@ def compositions(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
     return np.diff(ends, axis=1, prepend=0, append=total)
 
 
-def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
-    """The names in transformers of the sentinels that a tokenizer of `vocab_size` tokens lacks, in the order of their ids."""
-    return [f"<extra_id_{first_sentinel - token}>" for token in range(vocab_size, first_sentinel + 1)]
-
-
 @dataclass(frozen=True)
 class SpanCorruption(Objective):
     """The objective of T5.
@@ -249,7 +244,7 @@ class SpanCorruption(Objective):
         return self.spans.source_length, self.spans.target_length
 
     def added_tokens(self, vocab_size: int) -> list[str]:
-        return added_tokens(self.first_sentinel, vocab_size)
+        return [f"<extra_id_{self.first_sentinel - token}>" for token in range(vocab_size, self.first_sentinel + 1)]
 
     def identity(self) -> dict[str, Any]:
         return {"name": "span_corruption", "first_sentinel": self.first_sentinel, **asdict(self.spans)}

@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError, clipped
-from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, Place, SafetensorsFile
+from pretrain.huggingface.safetensors_file import DTYPES, INDEX, INTEGERS, WEIGHTS, Place, SafetensorsFile
 from pretrain.models import build_network
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.family import INERT, Family, layers_with_experts
@@ -43,8 +43,8 @@ _LARGEST_INDEX = 32 * 2**20  # bytes; that of DeepSeek-V3, with 90,000 tensors, 
 class WeightPlan:
     """`entries` in the order of conversion, `ours` and `theirs` the shapes of all tensors by name, but for those of TRAINING_ONLY.
 
-    `kept`: number formats, by our names, of the tensors that get no gradient. They keep them whatever that of the weights is: the
-    corrections that balance experts, which small steps move, and tables of whole numbers.
+    `kept`: number formats, by our names, of the tensors that get no gradient: the corrections that balance experts, which small steps
+    move, and tables of integers. These tensors keep their format, whatever the format of the weights is.
     """
 
     model: Model
@@ -219,7 +219,7 @@ class HfDirectory:
         return sum(place.end - place.start for place in places)
 
     def read(self, line: Entry) -> dict[str, Tensor]:
-        """The tensors of an entry by our names: fp32, or whole numbers. Raises CheckpointError for NaN and infinity."""
+        """The tensors of an entry by our names: fp32, or integers. Raises CheckpointError for NaN and infinity."""
         theirs = [self._number(line, name) for name in line.theirs]
         return dict(zip(line.ours, line.layout.to_ours(theirs, [self.plan.ours[name] for name in line.ours], self.model)))
 
@@ -228,7 +228,7 @@ class HfDirectory:
         refuse_odd_numbers(self.files[name].path, name, tensor, kept)
         return tensor.to(self.plan.kept.get(line.ours[0], torch.float32))
 
-    def whole(self, cast: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+    def read_all(self, cast: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
         """All tensors by our names; `cast` takes each before the next entry is read."""
         cast = cast or (lambda tensor: tensor)
         return {name: cast(tensor) for line in self.plan.entries for name, tensor in self.read(line).items()}
@@ -310,21 +310,21 @@ class HfDirectory:
         )
 
     def _check_tensors(self) -> None:
-        whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}
+        integers = {name: dtype for line in self.plan.entries if (dtype := self._integer_format(line)) for name in line.theirs}
         for name in self.plan.theirs:
-            self._check_format(name, whole.get(name))
+            self._check_format(name, integers.get(name))
         if misfit := self.plan.misfit({name: self._place(name).shape for name in self.plan.theirs}):
             name, found, said = misfit
             raise CheckpointError(f"{self.directory}: {name} has shape {found}, config.json says {said}")
 
-    def _whole_numbers(self, line: Entry) -> torch.dtype | None:
-        """The number format of an entry that is no weight, but a table of whole numbers."""
+    def _integer_format(self, line: Entry) -> torch.dtype | None:
+        """The number format of an entry that is no weight, but a table of integers."""
         dtype = self.plan.kept.get(line.ours[0])
-        return dtype if dtype in WHOLE else None
+        return dtype if dtype in INTEGERS else None
 
-    def _check_format(self, name: str, whole: torch.dtype | None = None) -> None:
+    def _check_format(self, name: str, integers: torch.dtype | None = None) -> None:
         code = self._place(name).code
-        legal = list(DTYPES) if whole is None else [WHOLE[whole]]
+        legal = list(DTYPES) if integers is None else [INTEGERS[integers]]
         if code not in legal:
             raise CheckpointError(
                 f"{self.files[name].path}: {name} is {code}; only {', '.join(legal)} {'are' if len(legal) > 1 else 'is'} read: weights in "

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
-from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer, read_added_tokens
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError
@@ -37,6 +36,7 @@ from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry
 from pretrain.progress import ByteProgress
 from pretrain.storage import refuse_existing, staged_directory
 
+Weights = Literal["model", "ema"]
 SHARD_BYTES = 5 * 10**9
 RECORD = "pretrain_export.json"
 SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: that is the question.\n")
@@ -59,20 +59,20 @@ def export(
     dtype: str = "fp32",
     verify: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    averaged: bool = False,
+    weights: Weights = "model",
 ) -> Exported:
     """Write a checkpoint, or a run's newest, as a directory that transformers loads.
 
     Every tensor is read back from the output and compared. The output's names and shapes are compared with what transformers' class
     expects. `verify` also compares its logits with ours, which takes memory for the model. pretrain_export.json records what was
-    verified. `averaged`: the running mean of the weights (`optim.ema_decay`). When anything of this fails, it raises CheckpointError or
+    verified. `weights`: the model's, or their running mean (`optim.ema_decay`). When anything of this fails, it raises CheckpointError or
     ConfigError, and leaves nothing behind.
     """
     refuse_existing(output)
-    return files.read_newest(path, lambda checkpoint: _export(checkpoint, output, dtype, verify, shard_bytes, averaged))
+    return files.read_newest(path, lambda checkpoint: _export(checkpoint, output, dtype, verify, shard_bytes, weights))
 
 
-def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_bytes: int, averaged: bool) -> Exported:
+def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_bytes: int, weights: Weights) -> Exported:
     with ByteProgress(
         "verifying the checkpoint", sum(item["bytes"] for item in files.read_manifest(checkpoint).values())
     ) as seen:
@@ -81,9 +81,9 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
     model = recorded_model(checkpoint, state)
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
-    source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], averaged)
+    source = _Source(checkpoint, plan_weights(model), MODEL_DTYPES[dtype], weights)
     loaded = load_tokenizer(tokenizer) if tokenizer else None
-    added = _added_tokens(loaded, state) if loaded else []
+    added = read_added_tokens(loaded) if loaded else []
     padding = _padding(model, loaded, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
         config, notes = write_description(writing, model, tokenizer, added, dtype)
@@ -91,7 +91,7 @@ def _export(checkpoint: Path, output: Path, dtype: str, verify: bool, shard_byte
         check_expected(config, source.plan)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(model, files.read_json(writing / "config.json"))
-        compared = compare_logits(writing, model, source.plan.parameters, source.whole) if verify else None
+        compared = compare_logits(writing, model, source.plan.parameters, source.read_all) if verify else None
         record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)
     return Exported(checkpoint, source.plan.parameters, shards, compared, [*filter(None, [padding]), *notes])
@@ -155,10 +155,10 @@ def _named(output: Path) -> Iterator[None]:
 class _Source:
     """The tensors of a checkpoint in the export's number format, entry by entry."""
 
-    def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype, averaged: bool = False) -> None:
-        self.checkpoint, self.plan, self.dtype, self.averaged = checkpoint, plan, dtype, averaged
+    def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype, weights: Weights) -> None:
+        self.checkpoint, self.plan, self.dtype, self.weights = checkpoint, plan, dtype, weights
         self.payload = Payload(checkpoint)
-        if averaged and not self.payload.names("optim.ema."):
+        if weights == "ema" and not self.payload.names("optim.ema."):
             is_mean = self.payload.names("optim.trained.")
             remedy = "its weights are the mean: export them" if is_mean else "train with optim.ema_decay, or export the weights"
             raise CheckpointError(f"{checkpoint}: has no running mean of its weights; {remedy}")
@@ -180,12 +180,12 @@ class _Source:
     def _saved_name(self, name: str) -> str:
         """The name in the payload. Running means have names of their own; parameters that are not trained have no mean."""
         mean = f"optim.ema.{name}"
-        return mean if self.averaged and mean in self.payload.items else f"model.{name}"
+        return mean if self.weights == "ema" and mean in self.payload.items else f"model.{name}"
 
     def theirs(self, line: Entry) -> list[Tensor]:
         return line.layout.to_theirs(self.ours(line), self.plan.model)
 
-    def whole(self) -> dict[str, Tensor]:
+    def read_all(self) -> dict[str, Tensor]:
         """All of them, by our names."""
         return {name: tensor for line in self.plan.entries for name, tensor in zip(line.ours, self.ours(line))}
 
@@ -199,13 +199,6 @@ class _Source:
     def dtype_of(self, name: str) -> torch.dtype:
         """The export's number format, but for tensors without gradient (`WeightPlan.kept`)."""
         return self.plan.kept.get(name, self.dtype)
-
-
-def _added_tokens(tokenizer: Tokenizer, state: dict[str, Any]) -> list[str]:
-    """The special tokens of training beyond the tokenizer's own: those that stood for spans, as T5 calls them."""
-    # Older checkpoints do not have them beside the tokenizer, and say only which is the first.
-    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
-    return read_added_tokens(tokenizer) or added_tokens(first, tokenizer.vocab_size)
 
 
 def _padding(model: Model, tokenizer: Tokenizer | None, added: Sequence[str], checkpoint: Path) -> str | None:
@@ -262,7 +255,7 @@ def _record(
             "checkpoint": source.checkpoint.resolve().name,
             "manifest_sha256": files.manifest_hash(source.checkpoint),
             **{name: state.get(name) for name in ("step", "samples", "tokens", "layout")},
-            "weights": "ema" if source.averaged else "model",
+            "weights": source.weights,
         },
         "family": plan.family.name,
         "dtype": str(source.dtype).removeprefix("torch."),

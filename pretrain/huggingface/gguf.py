@@ -80,7 +80,7 @@ def to_gguf(
         written, log = Path(folder) / "model.gguf", Path(folder) / "log"
         task = plan.task | {"llama_cpp": str(llama_cpp.resolve()), "output": str(written), "format": GGUF_DTYPES[dtype]}
         weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        total = round(weights * _BYTES[dtype] / _BYTES.get(_dtype_of(directory), 4.0))
+        total = round(weights * _BYTES[dtype] / _BYTES[_dtype_of(directory)])
         code = _run(task, python or Path(sys.executable), log, written, total)
         if code or not written.is_file():
             raise CheckpointError(_failure(code, log, output))
@@ -129,7 +129,7 @@ def _vocabulary(directory: Path, config: dict[str, Any]) -> tuple[dict[str, Any]
     if said.get("add_bos_token") is False:
         expected["tokenizer.ggml.add_bos_token"] = False
     if (directory / MODEL_NAME).is_file():
-        return _pieces(directory / MODEL_NAME, said, config["vocab_size"], expected)
+        return _pieces(directory, said, config, expected)
     if not (directory / JSON_NAME).is_file():
         raise DataError(
             f"{directory}: has neither {MODEL_NAME} nor {JSON_NAME}; llama.cpp has no SentencePiece unigram with bytes, and needs a tokenizer"
@@ -163,10 +163,19 @@ def _split_of(content: dict[str, Any]) -> str | None:
     return _SPLITS.get(split["pattern"].get("Regex")) if plain and isolated else None
 
 
-def _pieces(path: Path, said: dict[str, Any], rows: int, expected: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _pieces(
+    directory: Path, said: dict[str, Any], config: dict[str, Any], expected: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A SentencePiece model, which llama.cpp reads as pieces with scores."""
     from sentencepiece import sentencepiece_model_pb2
 
+    path, rows, added = directory / MODEL_NAME, config.get("vocab_size"), said.get("added_tokens_decoder") or {}
+    if not isinstance(rows, int):
+        raise ConfigError(f"{directory / 'config.json'}: has no vocab_size; give a directory that to-hf wrote")
+    if beyond := [id for id in added if int(id) >= rows]:
+        raise ConfigError(
+            f"{directory / CONFIG_NAME}: adds token {beyond[0]}, but config.json has vocab_size={rows}; give a directory that to-hf wrote"
+        )
     proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
         raise DataError(f"{path}: llama.cpp would read it as BPE, and it is unigram; train a tokenizer of type bpe or byte_bpe")
@@ -174,7 +183,7 @@ def _pieces(path: Path, said: dict[str, Any], rows: int, expected: dict[str, Any
         raise DataError(f"{path}: normalises texts, which llama.cpp does not; train a tokenizer with tools/train_tokenizer.py")
     scores = [piece.score for piece in proto.pieces][:rows]
     scores += [_UNTRAINED] * (rows - len(scores))
-    for id in said.get("added_tokens_decoder") or {}:
+    for id in added:
         scores[int(id)] = _ADDED
     space = bool(proto.normalizer_spec.add_dummy_prefix)
     expected |= {

@@ -56,7 +56,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     refuse_as_output(output)
     source = HfDirectory(directory, family)
     named_ends(directory)  # what is attached below must be of use later
-    compared = compare_logits(directory, source.model, source.plan.parameters, source.whole) if verify else None
+    compared = compare_logits(directory, source.model, source.plan.parameters, source.read_all) if verify else None
     output.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "directory": directory.resolve().name,

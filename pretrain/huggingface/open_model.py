@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,11 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     The network is on `device` and computes in `dtype`, a number format of MODEL_DTYPES. Matrices are held in that format. Vectors, and what
     gets no gradient, stay as they are. `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
     """
-    path, cast = Path(path), _caster(MODEL_DTYPES[dtype])
+    path, cast = Path(path), partial(_matrix_in, MODEL_DTYPES[dtype])
     notes: list[str] = []
     if (path / "config.json").is_file():
         source = HfDirectory(path, family or _family_for(path, notes))
-        return _opened(source.model, source.whole(cast), path, path, device, dtype, notes)
+        return _opened(source.model, source.read_all(cast), path, path, device, dtype, notes)
     if family and path.is_dir():
         raise ConfigError(
             f"--family {family} has no effect on {path}, which is no Hugging Face directory (no config.json); leave it out"
@@ -107,15 +108,9 @@ def _family_for(directory: Path, notes: list[str]) -> str | None:
     return None
 
 
-Cast = Callable[[Tensor], Tensor]
-
-
-def _caster(dtype: torch.dtype) -> Cast:
-    def cast(tensor: Tensor) -> Tensor:
-        matrix = tensor.dim() > 1 and tensor.is_floating_point()
-        return tensor.to(dtype) if matrix else tensor
-
-    return cast
+def _matrix_in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """A matrix in this format; anything else as it is."""
+    return tensor.to(dtype) if tensor.dim() > 1 and tensor.is_floating_point() else tensor
 
 
 def best_device(name: str | None) -> str:
@@ -135,15 +130,15 @@ def best_device(name: str | None) -> str:
 def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     """Shape and weights (whole, in fp32, by our names) of a Hugging Face model directory."""
     source = HfDirectory(directory)
-    return source.model, source.whole()
+    return source.model, source.read_all()
 
 
-def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[str, Tensor], Path]:
+def read_checkpoint(path: Path, cast: Callable[[Tensor], Tensor] | None = None) -> tuple[Model, dict[str, Tensor], Path]:
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.checkpoints_at(path)[-1]
     files.verify(checkpoint)
     model = recorded_model(checkpoint, files.load_state(checkpoint))
-    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
+    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).read_all("model.").items()}
     _check_fit(checkpoint, model, weights)
     return model, weights if cast is None else {name: cast(tensor) for name, tensor in weights.items()}, checkpoint
 
@@ -216,9 +211,7 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
     if not (place / files.STATE).is_file():
         return asked_tokens(tokenizer)
     imported = files.load_state(place).get("imported")
-    if imported is None:
-        return []
-    return [int(token) for token in imported["begin"]] if "begin" in imported else asked_tokens(tokenizer)
+    return [] if imported is None else [int(token) for token in imported["begin"]]
 
 
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:

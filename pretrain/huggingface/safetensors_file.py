@@ -27,10 +27,10 @@ from pretrain.storage import unrepeated
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-ALL_DTYPES = DTYPES | {code: dtype for dtype, code in WHOLE.items()}
-"""Number formats by the format's names for them: of weights, and with those of whole numbers."""
+ALL_DTYPES = DTYPES | {code: dtype for dtype, code in INTEGERS.items()}
+"""Number formats by the format's names for them: of weights, and with those of integers."""
 MOST_TENSORS, LONGEST_NAME = 100_000, 1_000
 """Tensors of one file, and characters of a name. DeepSeek-V3 has 91,000 tensors in its 163 files together."""
 _LONGEST_HEADER = 16 * 2**20  # bytes; with 100,000 tensors of usual names
@@ -129,7 +129,7 @@ def header_of(specs: Sequence[Spec]) -> bytes:
     end = 0
     for spec in specs:
         start, end = end, end + spec.nbytes
-        header[spec.name] = {"dtype": (CODES | WHOLE)[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        header[spec.name] = {"dtype": (CODES | INTEGERS)[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)  # so that the data is aligned
     return len(content).to_bytes(8, "little") + content

@@ -94,7 +94,7 @@ class Adafactor(GuardedOptimizer):
             steps = self.state[parameter]["step"]
             steps += 1 if self.found_inf is None else 1 - self.found_inf.to(steps)
             shares.append(steps.clamp(min=1.0) ** -self.options.decay)
-        if like.dim() == 1:
+        if like.dim() < 2:
             return [
                 [state.lerp(gradient.square(), share.to(state))] for (state,), gradient, share in zip(states, gradients, shares)
             ]

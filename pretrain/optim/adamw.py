@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from pretrain.optim.guarded import (
     are_few,
     bias_corrections,
     in_one_kernel,
+    rows_in_cache,
     store,
     widened,
     widest,
 )
 from pretrain.optim.rounding import Hashes, StackedHashes, random_bits
 
-CHUNK = 1 << 24
-"""Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
 AT_ONCE = 4
 """Tensors of a shape that a GPU updates by one call, because a call takes the host about as long as a small tensor takes the GPU."""
 
@@ -77,9 +76,11 @@ class AdamW(GuardedOptimizer):
                 if on_gpu:
                     update = in_one_kernel(_update_alike, gradient, by_shape=len(together))
                     update(updates, hashes, [_under_new_names(numbers) for _ in together], left_out)
-                else:
-                    for part, of_part in _in_rows(updates, hashes):
-                        _update_alike([part], of_part, [numbers], left_out)
+                    continue
+                for n, (*tensors, mean_correction, square_correction) in enumerate(updates):
+                    own = None if hashes is None else tuple(of_all[3 * n : 3 * n + 3] for of_all in hashes)
+                    for part, of_part in rows_in_cache(tensors, own):
+                        _update_alike([(*part, mean_correction, square_correction)], of_part, [numbers], left_out)
 
 
 Update = tuple
@@ -117,22 +118,6 @@ def _together(places: list[int], gradient: Tensor) -> list[list[int]]:
     if whole and not are_few(_update_alike, gradient, AT_ONCE):
         whole = 0
     return [*(places[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE)), *([place] for place in places[whole:])]
-
-
-def _in_rows(updates: list[Update], hashes: StackedHashes | None) -> Iterator[tuple[Update, StackedHashes | None]]:
-    """Each tensor in parts: some rows of a matrix, some numbers of a vector. The numbers of a vector count as columns."""
-    for number, (*tensors, mean_correction, square_correction) in enumerate(updates):
-        own = None if hashes is None else [of_all[3 * number : 3 * number + 3] for of_all in hashes]
-        count = max(1, CHUNK // max(1, tensors[0][:1].numel()))
-        for first in range(0, len(tensors[0]), count):
-            rows = slice(first, first + count)
-            if own is None:
-                of_rows = None
-            elif tensors[0].dim() == 1:
-                of_rows = own[0], own[1][:, rows]
-            else:
-                of_rows = own[0][:, rows], own[1]
-            yield (*(x[rows] for x in tensors), mean_correction, square_correction), of_rows
 
 
 def _under_new_names(numbers: list[Tensor | None]) -> list[Tensor | None]:

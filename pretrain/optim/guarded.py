@@ -99,7 +99,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
         seeds = torch.tensor([seed_of(name, self.step_number) for name in names])
         if tensors[0].is_cuda:
             seeds = seeds.pin_memory().to(tensors[0].device, non_blocking=True)  # else the host would wait
-        return in_one_kernel(hash_places, seeds)(tuple(tensors[0].shape), self._starts(parameters[0]), seeds)
+        shape, starts = tuple(tensors[0].shape) or (1,), self._starts(parameters[0]) or (0,)  # a scalar has one place
+        return in_one_kernel(hash_places, seeds)(shape, starts, seeds)
 
     def by_device(self) -> Iterator[tuple[dict[str, Any], torch.device, list[Tensor]]]:
         """The parameters of each group that have gradients, device by device: with `parallel.offload` there are two."""
@@ -127,7 +128,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | None) -> None:
     """Give a tensor new values unless `left_out` is 1. In bf16, fp32 is rounded at random."""
     if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
-        value = round_at_random(value, random_bits(hashes))
+        value = round_at_random(value, random_bits(hashes)).view_as(old)
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
@@ -139,15 +140,20 @@ def bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     return powers
 
 
-def rows_in_cache(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Some rows at a time of tensors of one shape, cut along their first dimension. A GPU gets them whole."""
+def rows_in_cache(
+    tensors: Sequence[Tensor], hashes: StackedHashes | None = None
+) -> Iterator[tuple[Sequence[Tensor], StackedHashes | None]]:
+    """Some rows at a time of tensors of one shape, and of the hashes of their places, cut along the first dimension. A GPU gets them whole."""
     if tensors[0].is_cuda:
-        yield tensors
+        yield tensors, hashes
         return
     tensors = [torch.atleast_1d(tensor) for tensor in tensors]
     count = max(1, torch.get_num_threads() * IN_CACHE // max(1, tensors[0][:1].numel()))
     for first in range(0, len(tensors[0]), count):
-        yield [tensor[first : first + count] for tensor in tensors]
+        rows, own = slice(first, first + count), hashes
+        if hashes is not None:  # the numbers of a vector count as columns
+            own = (hashes[0], hashes[1][:, rows]) if tensors[0].dim() == 1 else (hashes[0][:, rows], hashes[1])
+        yield [tensor[rows] for tensor in tensors], own
 
 
 def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:

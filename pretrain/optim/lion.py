@@ -29,8 +29,8 @@ class Lion(GuardedOptimizer):
             for parameter in parameters:
                 tensors = [local(tensor).data for tensor in (parameter.grad, parameter, *self.state_of(parameter))]
                 hashes = self.hashes([parameter], tensors[1:])
-                for part in rows_in_cache(tensors) if hashes is None else [tensors]:
-                    in_one_kernel(_update_one, part[0])(*part, *numbers, left_out, hashes)
+                for part, of_part in rows_in_cache(tensors, hashes):
+                    in_one_kernel(_update_one, part[0])(*part, *numbers, left_out, of_part)
 
 
 def _update_one(

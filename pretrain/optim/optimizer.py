@@ -224,10 +224,6 @@ class OptimizerSet:
         """Those that multiply gradients themselves."""
         return [optimizer for optimizer in self.optimizers if optimizer.scales_gradients]
 
-    def sharding_of(self, name: str) -> tuple | None:
-        """How a parameter is spread over ranks, for `added_over_shards`."""
-        return _sharding_of(self.parameters[name])
-
     @property
     def has_state(self) -> bool:
         """Whether state exists: after the first step or `create_state`."""
@@ -278,7 +274,7 @@ def clip_gradients(
     groups: dict[tuple, list[Tensor]] = {}
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for gradient, norm in zip(gradients, norms(parts)):
-        alike = _sharding_of(gradient), norm.device
+        alike = sharding_of(gradient), norm.device
         if alike not in groups:
             groups[alike] = [norm.new_zeros(())]
         if id(gradient) not in uncounted:
@@ -343,17 +339,15 @@ def _change_places(pairs: list[tuple[Tensor, Tensor]]) -> None:
         other.copy_(kept)
 
 
-def _sharding_of(gradient: Tensor) -> tuple | None:
-    """The mesh and its axes that a gradient is sharded over; None for a tensor that is whole on every rank."""
-    if not isinstance(gradient, DTensor):
+def sharding_of(tensor: Tensor) -> tuple | None:
+    """The mesh and its axes that a tensor is sharded over; None if every rank has all of it. For `added_over_shards`."""
+    if not isinstance(tensor, DTensor):
         return None
-    for placement in gradient.placements:
+    for placement in tensor.placements:
         if not isinstance(placement, (Shard, _StridedShard, Replicate)):
-            raise RuntimeError(
-                f"a gradient is placed as {gradient.placements}: its norm does not follow from those of its parts"
-            )
-    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate))
-    return gradient.device_mesh, axes
+            raise RuntimeError(f"a tensor is placed as {tensor.placements}: its norm does not follow from those of its parts")
+    axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+    return tensor.device_mesh, axes
 
 
 def added_over_shards(squares: Tensor, sharding: tuple | None) -> Tensor:

@@ -25,7 +25,7 @@ MOMENTS: dict[str, Callable[[torch.Size], int]] = {
     "lion": torch.Size.numel,
     "muon": torch.Size.numel,
     "schedule_free_adamw": lambda shape: 2 * shape.numel(),
-    "adafactor": lambda shape: shape.numel() if len(shape) == 1 else shape.numel() // shape[-1] + shape.numel() // shape[-2],
+    "adafactor": lambda shape: shape.numel() if len(shape) < 2 else shape.numel() // shape[-1] + shape.numel() // shape[-2],
 }
 """Numbers that an optimizer keeps beside a parameter of a shape."""
 
@@ -38,6 +38,7 @@ class Rule:
     rate_scale: float
     """The factor from the schedule's learning rate to this rule's."""
     weight_decay: float
+    """Decay per unit of this rule's own rate: the configured decay divided by muP's factor of the rate."""
     fused_rows: tuple[int, ...] = ()
     """For Muon: the rows of each projection that a matrix fuses (`Linear.fused_rows`)."""
 

@@ -72,7 +72,7 @@ class ScheduleFreeAdamW(GuardedOptimizer):
         of_each = zip(parameters, means, squares, bias_corrections(self.betas[1], steps), newest, before)
         for p, mean, square, *own in of_each:
             tensors = [local(tensor).data for tensor in (p.grad, p, mean, square)]
-            for part in rows_in_cache(tensors):
+            for part, _ in rows_in_cache(tensors):
                 in_one_kernel(_update_one, part[0])(*part, *own, *numbers, factor, left_out)
         torch._foreach_lerp_(before, [torch.full_like(taken, 1 - self.betas[0])] * count, [taken] * count)
 

@@ -21,7 +21,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.shards import local
 from pretrain.models.attention import Scored
 from pretrain.observe.metrics import FIRST_EXPONENT, LAST_EXPONENT
-from pretrain.optim.optimizer import OptimizerSet, added_over_shards, norms
+from pretrain.optim.optimizer import OptimizerSet, added_over_shards, norms, sharding_of
 
 NORMS = ("gradient_norms", "weight_norms", "update_norms")
 AT_ONCE = 1 << 22
@@ -123,7 +123,7 @@ class LayerStatistics:
         by_sharding: dict[Any, Tensor] = {}
         optimizer = self.optimizer
         for name, tensor in tensors.items():
-            sharding = optimizer.sharding_of(name)
+            sharding = sharding_of(optimizer.parameters[name])
             if sharding not in by_sharding:
                 by_sharding[sharding] = torch.zeros(len(self.layers), width, dtype=torch.float64, device=local(tensor).device)
             if optimizer.counts(name):

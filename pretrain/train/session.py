@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.stored_run import stored_run
+from pretrain.checkpoint.undo import Undo
 from pretrain.config.schema import Config
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.distributed import ranks as distributed
@@ -244,13 +245,13 @@ _REASONS = {"preempted": "asked to stop by a signal; the same command continues"
 
 def _fetch_and_find(plan: Plan, directory: RunDirectory, ranks: Ranks) -> StartingPoint:
     """The starting point, after a download of what the run directory does not have. What was downloaded for nothing is removed again."""
-    stored = stored_run(plan.config)
-    undo = stored.fetch(directory.path, plan.config.run.resume, ranks) if stored is not None else None
+    stored, undo = stored_run(plan.config), Undo()
     try:
+        if stored is not None:
+            stored.fetch(directory.path, plan.config.run.resume, ranks, undo)
         return find_starting_point(plan, directory, ranks)
     except UserError:
-        if undo is not None:
-            undo.run(ranks)
+        undo.run(ranks)
         raise
 
 

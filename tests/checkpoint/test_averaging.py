@@ -34,7 +34,7 @@ def run(trained_run, config_file) -> Path:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return Payload(checkpoint).whole("model.")
+    return Payload(checkpoint).read_all("model.")
 
 
 def averaging(*arguments: object) -> int:

@@ -237,7 +237,7 @@ def test_a_payload_with_an_item_that_is_no_tensor_is_refused(tmp_path):
 
     dcp.save({"model.weight": torch.ones(2), "extra": {"an": "object"}}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(CheckpointError, match="item extra.* is not a tensor, and reading it could execute code"):
-        Payload(tmp_path / "c").whole("model.")
+        Payload(tmp_path / "c").read_all("model.")
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere/__0_0.distcp", "..", ""])
@@ -340,14 +340,14 @@ def test_a_payload_that_does_not_fit_its_table_of_contents_is_an_error_in_one_li
     else:
         path.write_bytes(path.read_bytes()[:100] if how == "shorter" else bytes(path.stat().st_size))
     tensors = {name: torch.zeros(item.size) for name, item in Payload(newest(run)).items.items() if name.startswith("model.")}
-    for read in (lambda: Payload(newest(run)).whole("model."), lambda: Payload(newest(run)).load(tensors, ALONE)):
+    for read in (lambda: Payload(newest(run)).read_all("model."), lambda: Payload(newest(run)).load(tensors, ALONE)):
         with pytest.raises(CheckpointError, match=r"step-00000015: cannot be read: .") as error:
             read()
         assert "\n" not in str(error.value)
 
 
 def test_a_missing_name_a_shape_or_a_number_format_that_differs_is_an_error(run):
-    name, tensor = next(iter(Payload(newest(run)).whole("model.embedding").items()))
+    name, tensor = next(iter(Payload(newest(run)).read_all("model.embedding").items()))
     assert (name, tensor.shape) == ("model.embedding.weight", (257, 32))
     for tensors, message in (
         ({"model.nothing": tensor}, "has no model.nothing"),
@@ -500,7 +500,7 @@ def test_the_look_at_free_space_counts_all_stages_of_a_pipeline(pool, config_fil
     (code, [needed]), other = pool.launch(2, needs_of_a_run, str(config_file), *options)
     assert code == 0 and other == (0, [])
     payload = Payload(config_file.parent / "runs" / "run" / "checkpoints" / "step-00000001")
-    whole = payload.whole("model.") | payload.whole("optim.") | payload.whole("rng.")
+    whole = payload.read_all("model.") | payload.read_all("optim.") | payload.read_all("rng.")
     assert needed == sum(tensor.nbytes for tensor in whole.values())
 
 

@@ -24,7 +24,7 @@ SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, init_std=0.2)
 PROMPT = "def main():\n    return"
 
 
-def write(target: Path, tokenizer: Path | None, model: Model = SMALL, identity: dict | None = None, **changes) -> Path:
+def write(target: Path, tokenizer: Path | None, model: Model = SMALL, **changes) -> Path:
     """A checkpoint with random weights, as a run writes it; `changes` replace tensors by name, None removes one."""
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
@@ -39,7 +39,7 @@ def write(target: Path, tokenizer: Path | None, model: Model = SMALL, identity: 
         "world_size": 1,
         "layout": "single",
         "model": dataclasses.asdict(model),
-        "identity": identity or {},
+        "identity": {},
     }
     attachments = {"tokenizer": tokenizer} if tokenizer else {}
     write_checkpoint(target, {n: t for n, t in weights.items() if t is not None}, state, attachments, ALONE)

@@ -60,7 +60,7 @@ class Alive:
 def test_an_export_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
     model = dataclasses.replace(SMALL, layers=6)
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, model)
-    largest = max(t.nbytes for t in Payload(checkpoint).whole("model.").values())
+    largest = max(t.nbytes for t in Payload(checkpoint).read_all("model.").values())
     alive = Alive(monkeypatch, Payload, "read")
     done = export(checkpoint, tmp_path / "out", shard_bytes=20_000)
     assert alive.total == 4 * done.parameters
@@ -79,7 +79,7 @@ def test_an_import_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_
 def test_a_mean_holds_one_tensor_of_one_checkpoint_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
     model = dataclasses.replace(SMALL, layers=6)
     paths = [write(tmp_path / str(n), byte_tokenizer, model) for n in range(4)]
-    tensors = Payload(paths[0]).whole("model.").values()
+    tensors = Payload(paths[0]).read_all("model.").values()
     alive = Alive(monkeypatch, Payload, "read")
     done = average_checkpoints(paths, tmp_path / "mean")
     assert alive.total == 4 * 4 * done.parameters
@@ -95,7 +95,7 @@ def test_an_imported_tensor_lies_in_pieces_of_rows_that_are_read_one_by_one(byte
     pieces = Payload(tmp_path / "imported").items["model.embedding.weight"].chunks
     assert [(p.offsets[0], p.sizes[0]) for p in pieces] == [(i, min(8, 257 - i)) for i in range(0, 257, 8)]
     assert len(list((tmp_path / "imported").glob("*.distcp"))) > 3
-    ours, again = Payload(checkpoint).whole("model."), Payload(tmp_path / "imported").whole("model.")
+    ours, again = Payload(checkpoint).read_all("model."), Payload(tmp_path / "imported").read_all("model.")
     assert ours.keys() == again.keys() and all(torch.equal(again[name], tensor) for name, tensor in ours.items())
 
 

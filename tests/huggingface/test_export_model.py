@@ -181,18 +181,14 @@ def test_a_tokenizer_with_a_padding_token_pads_in_every_file(byte_tokenizer, tmp
         assert json.loads((tmp_path / "out" / name).read_text())["pad_token_id"] == 256
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_tokens_that_training_added_are_read_beside_the_tokenizer(byte_tokenizer, tmp_path, older):
-    """Older checkpoints say in their identity alone which token stands for the first span."""
+def test_tokens_that_training_added_are_read_beside_the_tokenizer(byte_tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = Path(shutil.copytree(byte_tokenizer, tmp_path / "tokenizer"))
-    if not older:
-        ids = {"<|endoftext|>": 256, "<extra_id_0>": 258, "<extra_id_1>": 257}
-        (tokenizer / "added_tokens.json").write_text(json.dumps(ids))
-    identity = {"data.objective.first_sentinel": 258} if older else None
+    ids = {"<|endoftext|>": 256, "<extra_id_0>": 258, "<extra_id_1>": 257}
+    (tokenizer / "added_tokens.json").write_text(json.dumps(ids))
     model = dataclasses.replace(SMALL, vocab_size=262)
-    done = export(write(tmp_path / "checkpoint", tokenizer, model, identity), tmp_path / "out")
+    done = export(write(tmp_path / "checkpoint", tokenizer, model), tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.convert_tokens_to_ids(["<|endoftext|>", "<extra_id_1>", "<extra_id_0>"]) == [256, 257, 258]
     assert len(theirs) == 259 and done.notes[0].startswith("the last 3 of 262 rows")

@@ -220,6 +220,21 @@ def test_a_tokenizer_of_elsewhere_is_left_to_the_converter(tokenizers, tmp_path)
     assert plan.task["vocabulary"] is None and plan.task["expected"] == {}
 
 
+def test_a_configuration_without_the_rows_of_a_sentencepiece_model_is_refused(tokenizers, tmp_path):
+    """It was a KeyError, and an IndexError for an added token beyond the rows."""
+    path = exported(tmp_path, tokenizers["bpe"]) / "config.json"
+    content = json.loads(path.read_text())
+    rows = content.pop("vocab_size")
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="config.json: has no vocab_size; give a directory that to-hf wrote"):
+        plan_gguf(tmp_path / "hf", "x")
+    path.write_text(json.dumps(content | {"vocab_size": rows}))
+    tokenizer = path.with_name("tokenizer_config.json")
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"added_tokens_decoder": {str(rows): {}}}))
+    with pytest.raises(ConfigError, match=f"adds token {rows}, but config.json has vocab_size={rows}; give"):
+        plan_gguf(tmp_path / "hf", "x")
+
+
 @pytest.mark.parametrize("name", ["phi3-small", "My-Phi-3"])
 def test_names_that_llama_cpp_has_rules_for_are_refused(tokenizers, tmp_path, name):
     """CL-1h: by such a name it looks for special tokens that are not there, and does not load."""

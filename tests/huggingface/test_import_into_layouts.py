@@ -34,7 +34,7 @@ def test_what_any_layout_saved_is_exported(pool, config_file, tmp_path, layout):
     world, *options = LAYOUTS[layout]
     run = train(pool, world, config_file, "run.steps=2", "schedule.warmup_steps=0", *options)
     export(run, tmp_path / "out")
-    weights = Payload(run / "checkpoints" / "step-00000002").whole("model.")
+    weights = Payload(run / "checkpoints" / "step-00000002").read_all("model.")
     _, exported = read_hf(tmp_path / "out")
     assert {f"model.{name}" for name in exported} == weights.keys()
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exported.items())
@@ -85,7 +85,7 @@ def test_an_imported_model_starts_a_run_under_any_layout_bit_equal(pool, config_
     start = [f"run.init_from={imported}", *options]
     results = pool.launch(world, keep_what_was_loaded, str(config_file), str(tmp_path / "loaded.pt"), *start)
     assert all(code == 0 for code, *_ in results), results[0][1]
-    loaded, weights = torch.load(tmp_path / "loaded.pt"), Payload(imported).whole("model.")
+    loaded, weights = torch.load(tmp_path / "loaded.pt"), Payload(imported).read_all("model.")
     assert {f"model.{name}" for name in loaded} == weights.keys()
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in loaded.items())
     whole, read = sum(tensor.nbytes for tensor in weights.values()), [size for *_, size, _ in results]

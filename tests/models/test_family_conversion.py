@@ -57,7 +57,7 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(family, name, dtype, tmp_pat
     # The corrections that balance experts are fp32 in every export.
     formats = {n: torch.float32 if n.endswith("e_score_correction_bias") else t.dtype for n, t in before.items()}
     assert all(after[n].dtype == formats[n] and torch.equal(after[n], t.to(formats[n])) for n, t in before.items())
-    assert {t.dtype for t in Payload(tmp_path / "ours").whole("model.").values()} == {torch.float32}
+    assert {t.dtype for t in Payload(tmp_path / "ours").read_all("model.").values()} == {torch.float32}
     how = {"attn_implementation": "eager"}
     if dtype == "bf16":  # the grouped kernel of experts refuses these widths
         how |= {"experts_implementation": "eager"}

@@ -118,7 +118,7 @@ def test_what_transformers_saves_comes_in_and_leaves_again_bit_by_bit(kind, tmp_
                 buffer.add_(0.25)
     theirs.save_pretrained(tmp_path / "theirs")
     done = import_model(tmp_path / "theirs", tmp_path / "imported", verify=True, family="hf")
-    saved, parameters = Payload(tmp_path / "imported").whole("model."), dict(theirs.named_parameters())
+    saved, parameters = Payload(tmp_path / "imported").read_all("model."), dict(theirs.named_parameters())
     persistent = theirs.state_dict().keys() - parameters.keys() - set(theirs.all_tied_weights_keys)
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     assert {name.removeprefix("model.") for name in saved} >= persistent

@@ -84,12 +84,12 @@ def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(po
     mean = {name: tensor.double() for name, tensor in first_weights(pool, config_file, *checked, *saving).items()}
     for step in range(1, 7):
         mean = {name: 0.8 * mean[name] + 0.2 * tensor.double() for name, tensor in model_of(alone, step).items()}
-    export(alone, tmp_path / "ema", averaged=True)
+    export(alone, tmp_path / "ema", weights="ema")
     exported = load_file(tmp_path / "ema" / "model.safetensors")
     torch.testing.assert_close(exported["model.embed_tokens.weight"].double(), mean["embedding.weight"], rtol=0, atol=1e-6)
     torch.testing.assert_close(exported["model.layers.1.mlp.down_proj.weight"].double(), mean["layers.1.mlp.down.weight"], rtol=0, atol=1e-6)
     with pytest.raises(CheckpointError, match="has no running mean of its weights; train with optim.ema_decay"):
-        export(plain, tmp_path / "none", averaged=True)
+        export(plain, tmp_path / "none", weights="ema")
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])

@@ -182,6 +182,41 @@ def test_a_set_of_two_optimizers_has_one_set_of_verbs_and_a_rate_for_each_rule(m
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "name, weights, moments",
+    [
+        ("adamw", torch.float32, torch.float32),
+        ("adamw", torch.float32, torch.bfloat16),
+        ("adamw", torch.bfloat16, torch.uint8),
+        ("lion", torch.bfloat16, torch.bfloat16),
+        ("muon", torch.bfloat16, torch.bfloat16),
+        ("adafactor", torch.float32, torch.float32),
+        ("adafactor", torch.bfloat16, torch.float32),
+        ("schedule_free_adamw", torch.float32, torch.float32),
+    ],
+)
+def test_a_scalar_is_updated_as_a_vector_of_one_number(name, weights, moments):
+    """It was an IndexError of AdamW and Adafactor, and a ValueError where weights are in bf16."""
+    ends = []
+    for shape in ((), (1,)):
+        draw = torch.Generator().manual_seed(1)
+        network = nn.Module()
+        network.scale, network.matrix = (nn.Parameter(torch.ones(size, dtype=weights)) for size in (shape, (6, 4)))
+        config = Optim(name=name)
+        optimizer = OptimizerSet(network, config, moments=moments)
+        for number in range(4):
+            for parameter in network.parameters():
+                parameter.grad = torch.randn(parameter.numel(), generator=draw).view(parameter.shape).to(weights)
+            optimizer.clip(1.0)
+            optimizer.step(1e-2, torch.tensor(True), number)
+            optimizer.zero_grad()
+        ends.append([network.scale.view(1), network.matrix, *(state.view(-1) for state in optimizer.tensors().values())])
+        assert float(network.scale.detach()) != 1.0
+    assert all(map(torch.equal, *ends))
+    network.scale = nn.Parameter(torch.ones(()))
+    assert count_moments(network, config) > 0
+
+
 @pytest.mark.parametrize("size", [1.0, 1e-12])
 def test_adafactor_follows_its_formula_also_where_squares_are_too_small_to_be_multiplied_in_fp32(size):
     """Algorithm 4 of arXiv 1804.04235 in fp64, without its relative rate."""

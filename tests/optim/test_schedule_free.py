@@ -123,7 +123,7 @@ def test_validation_callbacks_checkpoints_and_exports_are_of_the_mean(pool, conf
     assert validated[0] == pytest.approx(validated[1], rel=1e-6)
     assert [one[-1] for one in found] == pytest.approx([others[-1]] * ranks, rel=1e-6)
     with pytest.raises(CheckpointError, match="has no running mean of its weights; its weights are the mean: export them"):
-        export(run, tmp_path / "none", averaged=True)
+        export(run, tmp_path / "none", weights="ema")
     export(run, tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], state["model.layers.1.mlp.down.weight"])

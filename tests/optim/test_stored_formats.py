@@ -25,6 +25,7 @@ from pretrain.optim import adamw, guarded
 from pretrain.optim.adamw import AdamW, _under_new_names, _update_alike
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats, bias_corrections
+from pretrain.optim.lion import Lion
 from pretrain.optim.optimizer import OptimizerSet, clip_gradients
 from pretrain.optim.rounding import hash_places, random_bits, round_at_random, seed_of
 from pretrain.parallel.blocks import DTYPES, set_master_format
@@ -208,8 +209,8 @@ def test_adamw_of_our_own_is_torchs():
         torch.testing.assert_close(own.state[one], reference.state[other], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
-def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(moments, monkeypatch):
+@pytest.mark.parametrize("kind, moments", [(AdamW, torch.bfloat16), (AdamW, torch.uint8), (Lion, torch.bfloat16)])
+def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(kind, moments, monkeypatch):
     """Vectors, matrices and stacks of them, several of a shape, one without a gradient and one without elements."""
     shapes = ((40,), (40,), (9, 7), (9, 7), (9, 7), (4, 5, 6), (0, 7), (9, 7))
 
@@ -217,7 +218,8 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
         drawn = torch.Generator().manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape, generator=drawn).to(torch.bfloat16)) for shape in shapes]
         formats = Formats(moments, {weight: f"w{number}" for number, weight in enumerate(weights)})
-        optimizer = AdamW([{"params": weights, "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, formats)
+        eps = (1e-8,) if kind is AdamW else ()
+        optimizer = kind([{"params": weights, "weight_decay": 0.1}], 1e-2, (0.9, 0.95), *eps, formats)
         for number in range(3):
             for weight in weights[:-1]:
                 weight.grad = torch.randn(weight.shape, generator=drawn).to(torch.bfloat16)
@@ -226,7 +228,7 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
         return [weight.detach() for weight in weights]
 
     whole = weights_after_three_steps()
-    monkeypatch.setattr(adamw, "CHUNK", 8)
+    monkeypatch.setattr(guarded, "IN_CACHE", 8)
     assert all(map(torch.equal, weights_after_three_steps(), whole))
     assert not torch.equal(whole[2], whole[3])
 

@@ -103,7 +103,7 @@ def test_other_tensors_are_agreed_on_anew(tmp_path):
         saving.begin()
         saving.write_now()
         saving.finish()
-        read = Payload(saving.target).whole("")
+        read = Payload(saving.target).read_all("")
         assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 

@@ -229,7 +229,7 @@ def test_a_kept_checkpoint_is_whole_and_outlives_the_original(pool, config_file)
 
 def state_of_best(run: Path, step: int) -> dict[str, torch.Tensor]:
     checkpoint = run / "best" / f"step-{step:08d}"
-    return Payload(checkpoint).whole("model.") | Payload(checkpoint).whole("optim.")
+    return Payload(checkpoint).read_all("model.") | Payload(checkpoint).read_all("optim.")
 
 
 def test_an_interrupted_run_stops_early_where_a_straight_one_does(pool, config_file):

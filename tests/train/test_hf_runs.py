@@ -154,7 +154,7 @@ def test_a_run_goes_on_without_the_file_and_under_another_layout(pool, hf_config
     given = of(tmp_path, kind)
     whole = train(pool, 1, hf_config_file, "run.name=whole", given)
     half = train(pool, 2, hf_config_file, "run.name=half", given, "parallel.strategy=fsdp", "checkpoint.every_steps=3")
-    names = {n.removeprefix("model.") for n in Payload(complete_checkpoints(half / "checkpoints")[0]).whole("model.")}
+    names = {n.removeprefix("model.") for n in Payload(complete_checkpoints(half / "checkpoints")[0]).read_all("model.")}
     import transformers
 
     model = load_config(half / "config.yaml")[0].model
@@ -169,8 +169,8 @@ def test_a_run_goes_on_without_the_file_and_under_another_layout(pool, hf_config
         pool, 1, hf_config_file.parent / "resumed.yaml", "run.name=resumed", f"run.resume={start}", "parallel.strategy=single"
     )
     assert largest_relative_difference(losses(resumed), losses(whole)[3:]) <= METRIC_TOLERANCE
-    for name, weight in Payload(complete_checkpoints(whole / "checkpoints")[-1]).whole("model.").items():
-        other = Payload(complete_checkpoints(resumed / "checkpoints")[-1]).whole("model.")[name]
+    for name, weight in Payload(complete_checkpoints(whole / "checkpoints")[-1]).read_all("model.").items():
+        other = Payload(complete_checkpoints(resumed / "checkpoints")[-1]).read_all("model.")[name]
         assert torch.allclose(weight, other, rtol=1e-4, atol=1e-5), name
 
 

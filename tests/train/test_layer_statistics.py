@@ -75,7 +75,7 @@ def test_norms_are_those_of_the_gradients_and_weights_that_the_run_wrote(alone):
     run = alone[1]
     [record] = [r for r in read_metrics(run) if "gradient_norms" in r]
     assert record["step"] == 2
-    states = [Payload(run / "checkpoints" / f"step-{step:08d}").whole("model.") for step in (1, 2)]
+    states = [Payload(run / "checkpoints" / f"step-{step:08d}").read_all("model.") for step in (1, 2)]
     before, after = ({name.removeprefix("model."): value.double() for name, value in state.items()} for state in states)
     found = {
         "gradient_norms": gradients(run, 2),
@@ -129,7 +129,7 @@ def test_activations_and_scores_are_those_that_a_hook_sees(alone, config_file, m
     config = resolve(load_config(str(config_file), list(model))[0])
     data = open_data(config)
     network = build_network(load_config(str(run / "config.yaml"), [])[0].model)
-    state = Payload(run / "checkpoints" / "step-00000001").whole("model.")
+    state = Payload(run / "checkpoints" / "step-00000001").read_all("model.")
     network.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
     scores, outputs = [], []
 
@@ -158,7 +158,7 @@ def test_statistics_change_nothing_of_the_run(pool, config_file):
     one = train(pool, 1, config_file, *SHORT, "run.name=with")
     two = train(pool, 1, config_file, *(key for key in SHORT if key != STATISTICS), "run.name=without")
     for step in (1, 2):
-        a, b = (Payload(run / "checkpoints" / f"step-{step:08d}").whole("") for run in (one, two))
+        a, b = (Payload(run / "checkpoints" / f"step-{step:08d}").read_all("") for run in (one, two))
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert not any("gradient_norms" in record for record in read_metrics(two))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shlex
 import statistics
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import psutil
 from benchmarks.machine import commit_text, cpu_text
 
-from pretrain.errors import ConfigError, DataError, shown
+from pretrain.errors import ConfigError, DataError
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
@@ -233,10 +232,6 @@ def as_lines(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], ty
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
     """What `--json` wrote. Raises DataError for a file that it did not write, whose lines lack some of these fields."""
-    return list(_numbered_lines(path, *fields).values())
-
-
-def _numbered_lines(path: Path, *fields: str) -> dict[int, dict[str, Any]]:
     lines = {}
     try:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -254,32 +249,9 @@ def _numbered_lines(path: Path, *fields: str) -> dict[int, dict[str, Any]]:
             raise DataError(
                 f"{path}: line {number} is no row that --json wrote for this subject: it lacks {', '.join(missing)}"
             )
-    return lines
+    return list(lines.values())
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What `as_lines` wrote. Raises DataError for anything else."""
-    lines = _numbered_lines(path, *(field.name for field in dataclasses.fields(Row) if field.name not in _LATER), "command", "machine")
-    for number, line in lines.items():
-        if reason := _damage(line):
-            raise DataError(f"{path}: line {number} is no row that --json wrote: {reason}")
-    return list(lines.values())
-
-
-def _damage(row: dict[str, Any]) -> str | None:
-    """What makes a row with all its fields useless for a comparison."""
-    value, machine = row["value"], row["machine"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        return f"value is {shown(value)}, and no number of 0 or above"
-    if texts := [name for name in ("part", "name", "unit", "clock", "command") if not isinstance(row[name], str)]:
-        return f"{texts[0]} is {shown(row[texts[0]])}, and no text"
-    has_all = isinstance(machine, dict) and {"cpu", "cores"} <= machine.keys() and isinstance(machine.get("versions"), dict)
-    if not has_all:
-        return "machine lacks cpu, cores or versions"
-    if not isinstance(row.get("versions", {}), dict):
-        return f"versions is {shown(row['versions'])}, and no table"
-    try:
-        shlex.split(row["command"])
-    except ValueError as error:
-        return f"command is {shown(row['command'])} ({error})"
-    return None
+    return read_lines(path, *(field.name for field in dataclasses.fields(Row) if field.name not in _LATER), "command", "machine")

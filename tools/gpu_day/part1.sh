@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Part 1 of a day on a GPU, about six minutes: does it run, do the tests for GPUs pass, is every layout equal there? All at the same time,
-# because a machine is lent for minutes; models of few layers stand for those that part 2 measures, and fill its cache of compiled kernels.
-# Then, alone, the three speeds that are asked for most.
+# Rows of docs/benchmarks.md on an H200, part 1, about six minutes: does it run, do the tests for GPUs pass, is every layout equal there? All at the
+# same time, because a GPU may be there for minutes only. Models of few layers stand for those that part 2 measures, and fill its cache of compiled
+# kernels. Then, alone, the three speeds that are asked for most.
 # It needs an H200: 8B takes 104 GB with two sequences, and 123 with three.
 #   bash tools/gpu_day/part1.sh            (ALONE=95: with that many seconds for what runs alone, of which 8B is the first)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Part 2 of a day on an H200, at most ten minutes, one row after the other, those first that have never had a figure. A row that would not end in what
-# is left is left out.
+# Rows of docs/benchmarks.md on an H200, part 2, at most ten minutes: one row after the other, those first that have never had a figure. A row that
+# would not end in what is left is left out.
 #   bash tools/gpu_day/part2.sh            (after part 1: put its warm-kernels-* into build/, and nothing is compiled twice;
 #                                           TEXT=tinyshakespeare.txt, default build/tinyshakespeare.txt)
 

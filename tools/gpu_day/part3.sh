@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Part 3 of a day on an H200, ten minutes: bits per byte after a minute of training, of pretrain, the HF Trainer and nanoGPT's loop. There are three settings of
-# each (tools/benchmarks/quality_settings_gpu.yaml), and a row tries one of each program: how many steps fit is measured while nothing else runs, and then the
-# three train at a time, which changes how long they take and not what comes out. The first row also prepares the text.
+# Rows of docs/benchmarks.md on an H200, part 3, ten minutes: bits per byte after a minute of training, of pretrain, the HF Trainer and nanoGPT's loop.
+# There are three settings of each (tools/benchmarks/quality_settings_gpu.yaml), and a row tries one of each program: how many steps fit is measured
+# while nothing else runs, and then the three train at a time, which changes how long they take and not what comes out. The first row also prepares
+# the text.
 # Results add up: put the quality.jsonl of an earlier machine into build/, and what it has is not run again.
 #   bash tools/gpu_day/part3.sh                                                          as many rows as the time is enough for
 #   SEEDS="0 1 2" SETTINGS="muon-512x8 llama-512x8 512x8" bash tools/gpu_day/part3.sh    seeds of chosen ones
-#   MINUTES=5 SECONDS_LEFT=3600 bash tools/gpu_day/part3.sh                              the record's own time, on a machine that is lent for an hour
+#   MINUTES=5 SECONDS_LEFT=3600 bash tools/gpu_day/part3.sh                              the record's own time, where an hour is left
 
 minutes=${MINUTES:-1}
 if ! [[ $minutes =~ ^[1-9][0-9]*$ ]]; then

@@ -1,4 +1,4 @@
-# What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
+# Rows of docs/benchmarks.md on an H200, each with a time limit of its own. A row that fails stops no other one. To be sourced by the parts.
 #
 #   OUT           folder for results (default: build/gpu_day): rows.jsonl has a line per row, speed.jsonl one per measured speed; logs and profiles in .tgz
 #   SECONDS_LEFT  time for the rows of the part (default: 570, of a command of ten minutes); packing comes after it
@@ -27,7 +27,7 @@ else
   device=cuda
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
   if ! nvidia-smi --query-gpu=name --format=csv,noheader | grep -qw H200; then
-    echo "the rows are made for an H200, whose memory 8B and 3B need; ask for one" >&2
+    echo "the rows are made for an H200, whose memory 8B and 3B need; run them there" >&2
     exit 1
   fi
 fi
@@ -36,14 +36,14 @@ fi
 export TORCHINDUCTOR_CACHE_DIR=$PWD/build/compiled
 ! ls build/warm-kernels-* > /dev/null 2>&1 || cat build/warm-kernels-* | tar -C build -xJ
 
-# At most eight files come back from a machine that is lent, each of at most 16 MB, also where the part is killed. So logs and profiles are written
-# elsewhere, and packed at the end.
+# A machine of somebody else may give back few files, and small ones. So logs and profiles are written elsewhere, and packed at the end in pieces of
+# 15 MB, also where the part is killed.
 script=$(basename "$0" .sh)
 logs=build/logs/$script
 rm -rf "$logs"
 mkdir -p "$logs"
 pack() {
-  cp "$OUT"/*.jsonl "$logs" 2> /dev/null # in the archive too: of more than eight files the last ones by name are lost
+  cp "$OUT"/*.jsonl "$logs" 2> /dev/null # in the archive too, which is then all that is needed
   tar -C "$logs" -czf "$OUT/$script.tgz" --exclude=profile .
   [ ! -d "$logs/profile" ] || tar -C "$logs" -cz profile | split -b 15M - "$OUT/$script-profile.tgz-"
   [ ! -d build/compiled ] || [ "$script" != part1 ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/warm-kernels-"

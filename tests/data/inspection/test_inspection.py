@@ -340,6 +340,13 @@ def test_what_the_run_does_not_have_is_refused_in_a_line(planned, capsys, what, 
     assert out == "" and err.count("\n") == 1 and said in err
 
 
+def test_a_closed_output_is_no_defect(planned):
+    """It was an AttributeError."""
+    command = f"{sys.executable} tools/inspect_data.py --config {planned} --step 1 >&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
     for folder, said in (
         (tmp_path / "none", "no such run directory"),

@@ -32,6 +32,8 @@ class Tracker(Sink):
 
     tracker = ""
     """Its key in trackers.json."""
+    finished = False
+    """Whether the run's last step was sent. It is set before `close`."""
     is_immediate = False
     """Whether a record has arrived when `write` returns. Else all have arrived when `close` does."""
 
@@ -92,7 +94,7 @@ class InBackground(Sink):
             if ends:
                 break
         if self._is_open:
-            self.sink.failed = self.failed
+            self.sink.failed, self.sink.finished = self.failed, self._last >= self._start[1].run.steps
             try:
                 self.sink.close()
                 if not self._waiting:

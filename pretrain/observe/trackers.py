@@ -96,7 +96,7 @@ class WeightsAndBiases(Tracker):
     def open(self, directory: Path, config: Config, step: int) -> None:
         import wandb
 
-        chosen, self._steps = config.log.wandb, config.run.steps
+        chosen = config.log.wandb
         self._run = wandb.init(
             project=chosen.project,
             entity=chosen.entity,
@@ -116,15 +116,14 @@ class WeightsAndBiases(Tracker):
     def write(self, record: StepRecord) -> None:
         import wandb
 
-        self._last = record.step
         texts = {"samples": wandb.Table(SAMPLE_COLUMNS, sample_rows(record))} if record.samples else {}
         self._run.log({"step": record.step, **record.numbers(), **texts})
 
     def close(self) -> None:
         if (run := getattr(self, "_run", None)) is not None:
-            if not self.failed and getattr(self, "_last", 0) < self._steps:
+            if not self.failed and not self.finished:
                 run.mark_preempting()  # a run that was asked to stop goes on later
-            run.finish(exit_code=0 if getattr(self, "_last", 0) >= self._steps and not self.failed else 1)
+            run.finish(exit_code=0 if self.finished and not self.failed else 1)
 
 
 class MlFlow(Tracker):
@@ -135,7 +134,7 @@ class MlFlow(Tracker):
     def open(self, directory: Path, config: Config, step: int) -> None:
         from mlflow.tracking import MlflowClient
 
-        chosen, self._steps, self._last, self._warned = config.log.mlflow, config.run.steps, step, False
+        chosen, self._warned = config.log.mlflow, False
         self._client = MlflowClient(chosen.uri)
         self._id = kept_id(directory, "mlflow")
         if self._id is None:
@@ -158,7 +157,7 @@ class MlFlow(Tracker):
     def write(self, record: StepRecord) -> None:
         from mlflow.entities import Metric
 
-        now, self._last = round(1000 * time.time()), record.step
+        now = round(1000 * time.time())
         # Names may have letters, digits and _-./ and spaces.
         metrics = [
             Metric(re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII), value, now, record.step)
@@ -186,7 +185,7 @@ class MlFlow(Tracker):
 
     def close(self) -> None:
         if getattr(self, "_id", None) is not None:
-            ended = "FAILED" if self.failed else "FINISHED" if self._last >= self._steps else "KILLED"
+            ended = "FAILED" if self.failed else "FINISHED" if self.finished else "KILLED"
             self._client.set_terminated(self._id, ended)
 
 

@@ -44,8 +44,9 @@ def _bits(record: dict[str, Any], name: str) -> str:
 def _smoothed(values: list[float]) -> list[float]:
     """The mean around each value, over a window of a tenth of the curve. The window is narrower at the ends, so as not to shift them."""
     half = len(values) // 20
-    windows = [values[i - w : i + w + 1] for i in range(len(values)) for w in [min(half, i, len(values) - 1 - i)]]
-    return [sum(window) / len(window) for window in windows]
+    sums = [0.0, *itertools.accumulate(values)]
+    widths = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    return [(sums[i + w + 1] - sums[i - w]) / (2 * w + 1) for i, w in enumerate(widths)]
 
 
 COLOURS = ("#3b6ea5", "#d1662f", "#4f8f4f", "#8a5fa8", "#a0802c", "#5b5b5b")

@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from pretrain.config.schema import Config
 from pretrain.errors import DataError
 from pretrain.observe.logs import ConsoleHandler
 from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration, known_records, read_metrics
-from pretrain.observe.report import draw, summary
+from pretrain.observe.report import _smoothed, draw, summary
 from pretrain.observe.sinks import Console, JsonLines, Sink, Sinks, TensorBoard, progress_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,6 +277,18 @@ def test_the_loss_curve_is_drawn(run, tmp_path):
     pixels = image.imread(tmp_path / "loss.png")[..., :3]
     for colour in ((0x3B, 0x6E, 0xA5), (0xD1, 0x66, 0x2F)):  # training and validation
         assert (np.abs(pixels - np.array(colour) / 255).max(axis=-1) < 0.02).sum() > 100
+
+
+def test_a_long_curve_is_smoothed_in_time_and_memory_of_its_length():
+    """Every window was a list of its own: 8 GB for 100,000 lines."""
+    few = [float(i % 7) for i in range(45)]
+    assert _smoothed(few)[:4] == pytest.approx([few[0], sum(few[:3]) / 3, sum(few[:5]) / 5, sum(few[1:6]) / 5])
+    values = [math.sin(i / 900) + 3 for i in range(20_000)]
+    tracemalloc.start()
+    found = _smoothed(values)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    assert found[0] == values[0] and found[7_777] == pytest.approx(sum(values[6_777:8_778]) / 2_001, rel=1e-12)
 
 
 def test_the_report_tool_prints_and_draws(run, capsys):

@@ -120,12 +120,18 @@ class Reporting:
         with self.evaluation.weights("losses"):
             return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
 
+    def logs(self, step: int) -> bool:
+        """Whether a step has a line in the log of metrics, even if nothing is evaluated after it."""
+        chosen = self.config.log
+        due = any(every and step % every == 0 for every in (chosen.every_steps, chosen.layers_every_steps))
+        return due or step in (1, self.config.run.steps, *chosen.profile)
+
     def _report_again(self, record: StepRecord) -> None:
         """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""
-        step, steps = record.step, self.config.run.steps
-        if step % self.config.log.every_steps and step not in (1, steps):
+        step = record.step
+        if not self.logs(step):
             return
-        logged = known_records(self.directory.path, steps)
+        logged = known_records(self.directory.path, self.config.run.steps)
         # Step 1 is always logged. So an empty log means that a checkpoint was put into another run's folder.
         if logged[-1].step < step if logged else step == 1:
             self.sinks.write(record)

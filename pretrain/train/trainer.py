@@ -382,15 +382,13 @@ class Trainer:
 
         Return whether nothing was cut short.
         """
-        config, step = self.config, record.step
-        last = step == config.run.steps
+        step = record.step
         self.progress.record = record.to_dict()
         if self._saves(step):
-            self._save(waits=last)
+            self._save(waits=step == self.config.run.steps)
         is_whole = self.reporting.evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation
-        is_looked_at = step in config.log.profile or self.layers.due(step)
-        if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated or is_looked_at:
+        if is_evaluated or self.reporting.logs(step):
             record.experts, record.expert_load = self.expert_loads.take()
             self.reporting.report(record, self.settled_samples, self.progress.useful_seconds)
         return is_whole

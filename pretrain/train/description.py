@@ -133,6 +133,6 @@ def costs_of_layers(plan: Plan) -> list[int]:
 def bytes_of(number: int) -> str:
     """A number of bytes as a person writes it, in powers of 1,000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
+        if number >= 0.9995 * size:  # or three digits would show 1,000 of the smaller unit
             return f"{number / size:.3g} {unit}"
     return f"{number / 1e3:.3g} kB"

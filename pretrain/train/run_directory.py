@@ -94,7 +94,7 @@ class RunDirectory:
             raise CheckpointError(f"{reason_of(error)}; the run cannot be kept there: choose another run.dir") from error
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
-        for litter in self.path.glob(".status.json.*"):  # of a process that was killed while it wrote
+        for litter in self.path.glob(".*.json.????????"):  # of a process that was killed while it wrote
             with contextlib.suppress(OSError):
                 litter.unlink()
         for name in files.discard_unfinished(self.checkpoints):

@@ -253,12 +253,14 @@ def test_a_name_that_is_too_long_is_refused_before_its_folder_exists(tmp_path):
     directory_of(Run(dir=str(tmp_path / "missing"), name="x" * 255))
 
 
-def test_what_a_killed_process_left_of_its_status_is_removed(tmp_path):
+def test_what_a_killed_process_left_of_the_files_that_it_wrote_is_removed(tmp_path):
+    """What was left of ranks.json, which is written every few seconds, stayed for ever."""
     directory = RunDirectory(tmp_path)
-    (tmp_path / ".status.json.0a1b2c3d").write_text("{")
+    for name in ("status", "ranks", "trackers", "identity"):
+        (tmp_path / f".{name}.json.0a1b2c3d").write_text("{")
     directory.claim()
     directory.release()
-    assert not list(tmp_path.glob(".status.json.*"))
+    assert not list(tmp_path.glob(".*.json.*"))
 
 
 def test_a_directory_that_cannot_be_looked_at_is_a_warning(tmp_path, monkeypatch, caplog):

@@ -15,15 +15,15 @@ EVERY_SECONDS = 10.0
 
 
 class _Progress:
-    """How much of `total` is done (0: the total is unknown). `label` names the work."""
+    """How much of `total` is done (0: the total is unknown). `label` names the work, and `unit` what it is counted in."""
 
-    def __init__(self, label: str, total: int) -> None:
+    def __init__(self, label: str, total: int, unit: str = "B") -> None:
         self.label, self.total, self.done, self._bar = label, total, 0, None
         self._start = self._shown = time.monotonic()
         if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=label, total=total or None, unit="B", unit_scale=True, leave=False)
+            self._bar = tqdm(desc=label, total=total or None, unit=unit, unit_scale=True, leave=False)
 
     def __enter__(self) -> Any:
         return self
@@ -45,11 +45,11 @@ class _Progress:
 class CorpusProgress(_Progress):
     """Counts documents, tokens and bytes of text, and shows them with their rates.
 
-    `total` is the amount of work, in any unit, if it is known: then the remaining time is shown too.
+    `total` is the amount of work, counted in `unit`, if it is known: then the remaining time is shown too.
     """
 
-    def __init__(self, label: str, total: int = 0) -> None:
-        super().__init__(label, total)
+    def __init__(self, label: str, total: int = 0, unit: str = "B") -> None:
+        super().__init__(label, total, unit)
         self.documents = self.tokens = self.bytes = 0
 
     @property

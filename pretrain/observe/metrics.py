@@ -99,7 +99,7 @@ class StepRecord:
         AFTER,
     )
     watts: float | None = measured(
-        "mean power of all devices of the run together: GPUs by NVML (with the package nvidia-ml-py), or the processors of all hosts by RAPL",
+        "mean power of all GPUs of the run together, by NVML (with the package nvidia-ml-py)",
         "watts",
         SINCE,
         "where every device's counter can be read",

@@ -30,7 +30,7 @@ class Measurements:
         self._peak_flops = peak * ranks.world_size if peak else None
         self._flops_per_token: dict[tuple[float, ...], int] = {}
         """By lengths of sequences, which stages of a run may change."""
-        self._energy = EnergyMeter(ranks.device, ranks.local_rank)
+        self._energy = EnergyMeter(ranks.device)
         self._most_memory = 0
         self._source_losses: dict[str, tuple[float, int]] = {}
         """Summed losses and target tokens by source since the last log line."""

@@ -20,9 +20,9 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.data_schema import Data, ValidationSource
 from pretrain.config.optim_schema import Optim
 from pretrain.config.schema import Config, Translation, Validation
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.evaluation.scores import Scorer
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.huggingface.open_model import open_model
 from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink

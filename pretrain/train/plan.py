@@ -31,7 +31,6 @@ from pretrain.parallel.legality import check_backend, check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import (
     FormatChoice,
-    check_formats,
     check_gradients,
     chosen_format,
     notes_on_format,
@@ -256,9 +255,7 @@ def with_format(config: Config, choice: FormatChoice) -> Config:
         precision = dataclasses.replace(
             precision, fp8=usual.fp8, fp8_modules=usual.fp8_modules, master=usual.master, keep_casts=usual.keep_casts
         )
-    config = dataclasses.replace(config, precision=precision)
-    check_formats(config)
-    return config
+    return dataclasses.replace(config, precision=precision)
 
 
 def with_vocabularies(config: Config, data: TrainingData) -> Config:

@@ -256,7 +256,7 @@ class Trainer:
             if agreed.stop:
                 return "preempted"
             if agreed.end:
-                reasons = self.ranks.gather("end by a callback", self.reporting.stop_reason)
+                reasons = self.ranks.gather("end by a callback", self.reporting.run.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
             evaluated = self._advance(batch, verdict, waited, poll)
@@ -330,7 +330,7 @@ class Trainer:
 
     def _save(self, waits: bool = True) -> None:
         """Save this step, unless it is saved already. With `checkpoint.asynchronous`, it may be written beside the next steps, unless it `waits`."""
-        self.reporting.begin_save()
+        self.reporting.run.wants_save = False  # the wish of a callback is granted
         self._finish_save()
         self.continuation.begin_save(self.progress)
         if waits or not self.config.checkpoint.asynchronous:
@@ -339,7 +339,7 @@ class Trainer:
     def _finish_save(self) -> None:
         """Wait for the save that was begun, if there is one, and tell the callbacks."""
         # A resume makes up only for the log line of the checkpoint's own step. So earlier lines must be written before the checkpoint is visible.
-        step = self.continuation.finish_save(before=self.reporting.drain)
+        step = self.continuation.finish_save(before=self.reporting.writer.drain)
         if step is not None and self.ranks.is_main:
             self.reporting.tell_of_save(step, self.continuation.last)
 
@@ -367,7 +367,7 @@ class Trainer:
             log.error("%s", another)
 
     def _wishes(self, stop: StopRequest) -> Wishes:
-        is_due, ends = self.continuation.is_due() or self.reporting.wants_save, self.reporting.stop_reason is not None
+        is_due, ends = self.continuation.is_due() or self.reporting.run.wants_save, self.reporting.run.stop_reason is not None
         return Wishes(stop.reason is not None, ends, is_due, self.continuation.is_writing)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
@@ -375,7 +375,7 @@ class Trainer:
         batch, problem = read_batch(batches, self.progress.step + 1, self.ranks)
         if problem is None and export is not None and (found := export.problem()):
             problem = ExportError(found)
-        return batch, problem or self.reporting.problem
+        return batch, problem or self.reporting.callbacks.problem
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.

@@ -25,7 +25,7 @@ from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE, read_lines
 from pretrain.observe.writing_thread import WritingThread
 from pretrain.storage import append_line, exists, make_directory, real, replace_text
-from pretrain.train.run_lock import LockKind, RunLock, sees_token
+from pretrain.train.run_lock import LockKind, RunLock
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +167,6 @@ class RunDirectory:
             self.record_start(*self._recorded)
         except OSError as error:
             log.warning("%s: it cannot be written: %s", self.path, reason_of(error))
-
-    def sees(self, token: str) -> bool:
-        """Whether this rank finds the main rank's lock, so that both use the same storage."""
-        return sees_token(self.path, token)
 
     def release(self) -> None:
         """Release the directory for another process; the end of the process does so too."""

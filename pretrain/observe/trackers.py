@@ -1,6 +1,6 @@
 """Experiment trackers as sinks: Weights & Biases, MLflow and Trackio. `log.wandb`, `log.mlflow` and `log.trackio` turn them on.
 
-A run has one entry in a tracker, whatever restarts: its id is kept in the run directory (tracker_file.py). Every start adds to that entry. A run that
+A run has one entry in a tracker, whatever restarts: its id is kept in the run directory (trackers.json). Every start adds to that entry. A run that
 went back to a checkpoint sends the repeated steps again, and the tracker shows both.
 """
 
@@ -19,11 +19,10 @@ from pretrain.config.log_schema import Log
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError, install_command, without_secrets
-from pretrain.observe.background import InBackground, Tracker
+from pretrain.observe.background import InBackground, Tracker, kept_id
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
-from pretrain.observe.tracker_file import kept_id
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,10 @@ from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError
 from pretrain.observe import trackers
-from pretrain.observe.background import InBackground, Tracker
+from pretrain.observe.background import InBackground, Tracker, arrived_step, kept_id
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import JsonLines, Sinks
-from pretrain.observe.tracker_file import arrived_step, kept_id
 from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, own_sinks
 
 SAMPLES = {"The capital of France is": " Paris,\nwhich", 'a "b" <c>': " é"}

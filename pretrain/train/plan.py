@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from pretrain.config.keys import check_effects
 from pretrain.config.parallel_schema import Precision
@@ -17,7 +16,7 @@ from pretrain.config.written import flatten, model_identity, to_yaml
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
@@ -294,9 +293,3 @@ def _unused_rows(config: Config, data: TrainingData) -> list[str]:
         for key, vocabulary in data.vocabularies.items()
         if (count := rows[key]) > max(1.05 * vocabulary.size, vocabulary.size + 128)
     ]
-
-
-def network_without_values(config: Config) -> nn.Module:
-    """The network on the meta device."""
-    with torch.device("meta"):
-        return build_network(config.model)

@@ -20,7 +20,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ExportError, LostRankError, TrainingError, UserError, line_of
 from pretrain.huggingface.export_check import ExportCheck
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.observe.metrics import StepRecord
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
@@ -83,8 +83,7 @@ class Trainer:
         remember_allocations(config, self.ranks.device)
         self.mesh = Mesh(self.plan.layout.axes, self.ranks, loss_rank(self.plan.config.parallel))
         self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
-        with torch.device("meta"):
-            self.model = build_network(config.model, config.loss)
+        self.model = network_without_values(config)
         names = [name for name, _ in self.model.named_parameters()]
         self.strategy.place(self.model)
         self.optimizer = OptimizerSet(

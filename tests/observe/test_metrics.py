@@ -239,10 +239,15 @@ def test_a_time_as_a_person_says_it(seconds, text):
 
 def test_a_summary_has_first_and_last_loss_the_last_validation_and_the_median_speed(run):
     assert summary(run).splitlines() == [
-        "loss         6.500 at step 10 -> 4.500 at step 50",
-        "validation   books: 5.200 at step 40",
-        "validation   code: 3.000 at step 40",
-        "tokens       204,800 at 12,375 per second (median of the log lines)",
+        "state              unknown",
+        "steps              50",
+        "tokens             204,800",
+        "loss               6.5000 -> 4.5000 nats per token (steps 10 to 50)",
+        "validation, books  5.2000 nats per token at step 40",
+        "validation, code   3.0000 nats per token at step 40",
+        "speed              12,375 tokens per second (median)",
+        "starts             1",
+        "time               15s",
     ]
 
 
@@ -251,7 +256,7 @@ def test_several_runs_are_compared_in_one_picture(run, tmp_path, capsys):
     other = shutil.copytree(run, tmp_path / "other")
     assert tool("report").main([str(run), str(other), "--output", str(tmp_path / "both.png")]) == 0
     said = capsys.readouterr().out
-    assert f"{run}:\nloss  " in said and f"{other}:\nloss  " in said
+    assert f"{run}:\nstate  " in said and f"{other}:\nstate  " in said
     assert (tmp_path / "both.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     draw([run], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes() != (tmp_path / "both.png").read_bytes()
@@ -294,7 +299,7 @@ def test_a_long_curve_is_smoothed_in_time_and_memory_of_its_length():
 def test_the_report_tool_prints_and_draws(run, capsys):
     assert tool("report").main([str(run), "--output", str(run / "curve.png")]) == 0
     printed = capsys.readouterr().out
-    assert "6.500 at step 10 -> 4.500 at step 50" in printed
+    assert "6.5000 -> 4.5000 nats per token (steps 10 to 50)" in printed
     assert (run / "curve.png").stat().st_size > 5000
 
 

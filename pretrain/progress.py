@@ -14,7 +14,7 @@ EVERY_SECONDS = 10.0
 """The least time between two plain lines; a bar follows tqdm's own pace."""
 
 
-class _Progress:
+class _Bar:
     """How much of `total` is done (0: the total is unknown). `label` names the work, and `unit` what it is counted in."""
 
     def __init__(self, label: str, total: int, unit: str = "B") -> None:
@@ -42,7 +42,7 @@ class _Progress:
             say(f"{self.label}: {line()}", to_errors=True)
 
 
-class CorpusProgress(_Progress):
+class CorpusProgress(_Bar):
     """Counts documents, tokens and bytes of text, and shows them with their rates.
 
     `total` is the amount of work, counted in `unit`, if it is known: then the remaining time is shown too.
@@ -81,7 +81,7 @@ class CorpusProgress(_Progress):
         return [f"{self.done / self.total:.0%}, {_duration(left)} left"]
 
 
-class ByteProgress(_Progress):
+class ByteProgress(_Bar):
     """Shows how many of `total` bytes are done."""
 
     def add(self, size: int) -> None:

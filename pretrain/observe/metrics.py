@@ -321,7 +321,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-class Window:
+class SpeedClock:
     """Wall-clock time since the last report. It includes validation, saving and everything else that is not a step."""
 
     def __init__(self) -> None:

@@ -286,7 +286,7 @@ class Trainer:
         return self._after_step(record, poll)
 
     def _count_time(self, seconds: float, verdict: Verdict, flops: float) -> None:
-        self.measurements.window.add(seconds, verdict.waited, verdict.target_tokens, flops)
+        self.measurements.clock.add(seconds, verdict.waited, verdict.target_tokens, flops)
         if not self.progress.skipped_in_a_row:  # the step that was settled last was taken
             self.progress.useful_seconds += seconds * self.ranks.world_size
 

@@ -183,7 +183,7 @@ def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
 
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: clock.now)
-    window = metrics.Window()
+    window = metrics.SpeedClock()
     for took, before in ((60.0, 2.0), (4.0, 1.0)):
         clock.now += took + before
         window.add(took, before, 1000)

@@ -14,16 +14,16 @@ EVERY_SECONDS = 10.0
 """The least time between two plain lines; a bar follows tqdm's own pace."""
 
 
-class _Progress:
-    """How much of `total` is done (0: the total is unknown). `label` names the work."""
+class _Bar:
+    """How much of `total` is done (0: the total is unknown). `label` names the work, and `unit` what it is counted in."""
 
-    def __init__(self, label: str, total: int) -> None:
+    def __init__(self, label: str, total: int, unit: str = "B") -> None:
         self.label, self.total, self.done, self._bar = label, total, 0, None
         self._start = self._shown = time.monotonic()
         if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=label, total=total or None, unit="B", unit_scale=True, leave=False)
+            self._bar = tqdm(desc=label, total=total or None, unit=unit, unit_scale=True, leave=False)
 
     def __enter__(self) -> Any:
         return self
@@ -42,14 +42,14 @@ class _Progress:
             say(f"{self.label}: {line()}", to_errors=True)
 
 
-class CorpusProgress(_Progress):
+class CorpusProgress(_Bar):
     """Counts documents, tokens and bytes of text, and shows them with their rates.
 
-    `total` is the amount of work, in any unit, if it is known: then the remaining time is shown too.
+    `total` is the amount of work, counted in `unit`, if it is known: then the remaining time is shown too.
     """
 
-    def __init__(self, label: str, total: int = 0) -> None:
-        super().__init__(label, total)
+    def __init__(self, label: str, total: int = 0, unit: str = "B") -> None:
+        super().__init__(label, total, unit)
         self.documents = self.tokens = self.bytes = 0
 
     @property
@@ -81,7 +81,7 @@ class CorpusProgress(_Progress):
         return [f"{self.done / self.total:.0%}, {_duration(left)} left"]
 
 
-class ByteProgress(_Progress):
+class ByteProgress(_Bar):
     """Shows how many of `total` bytes are done."""
 
     def add(self, size: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -126,6 +128,19 @@ def test_work_goes_on_whose_progress_cannot_be_printed(monkeypatch, stream):
         corpus.add(1, 2, 3)
         read.add(4)
     assert (corpus.tokens, read.done) == (2, 4)
+
+
+def test_a_bar_says_what_it_counts(monkeypatch):
+    """The bar of a corpus that was assembled showed tokens as bytes."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.stderr.isatty = lambda: True
+    with progress.CorpusProgress("assembling", 4000, " tokens") as corpus, progress.ByteProgress("reading", 9000) as read:
+        for bar, add in ((corpus._bar, partial(corpus.add, 0, 0, 0)), (read._bar, read.add)):
+            bar.mininterval = 0
+            time.sleep(0.01)
+            add(2000)
+    shown = sys.stderr.getvalue()
+    assert re.search(r"assembling: +50%.* tokens/s", shown) and re.search(r"reading: +22%.*B/s", shown)
 
 
 def stopped(folder: Path, script: str, begun: Path, by: int) -> tuple[int, str]:

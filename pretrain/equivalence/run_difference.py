@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.written import from_recorded
 from pretrain.errors import DataError
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story
 
 NUMBERS = (
@@ -162,8 +161,7 @@ def _forward_order(story: RunStory) -> list[str]:
     if not story.starts:
         return []
     config = from_recorded(story.starts[-1]["config"], str(story.directory))
-    with torch.device("meta"):
-        return [name for name, _ in build_network(config.model).named_parameters()]
+    return [name for name, _ in network_without_values(config).named_parameters()]
 
 
 def _compare_gradients(first: Path, second: Path, order: list[str], tolerance: float, found: Difference) -> None:

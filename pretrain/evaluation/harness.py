@@ -76,7 +76,12 @@ class HarnessModel(TemplateLM):
         sampling = Sampling(
             float(options["temperature"]) if draws else 0.0, int(options.get("top_k", 0)), float(options.get("top_p", 1.0))
         )
-        room = max(1, self.opened.network.config.max_sequence_length - most)
+        room = self.opened.network.config.max_sequence_length - most
+        if room < 1:
+            raise ConfigError(
+                f"a task generates {most} tokens, and the model knows {room + most} positions, so no room is left for its questions; "
+                "give the task a smaller max_gen_toks, or leave it out"
+            )
         prompts = [(self.opened.begin + self.tok_encode(context) or self.scorer.begin)[-room:] for context in contexts]
         rows = generate_batch(self.opened.network, prompts, most, self.opened.ends, sampling, ends=watch)
         return [watch.finish(row, tokens) for row, tokens in enumerate(rows)]

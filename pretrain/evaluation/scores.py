@@ -86,7 +86,15 @@ class Scorer:
     @torch.no_grad()
     @changing_shapes()
     def log_likelihoods(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
-        """By window, the log-likelihood of its predicted tokens in nats, and whether each is the likeliest one."""
+        """By window, the log-likelihood of its predicted tokens in nats, and whether each is the likeliest one.
+
+        Raises DataError for a window that predicts more tokens than the model sees at once.
+        """
+        if (longest := max((len(predicted) for _, predicted in windows), default=0)) > self.length:
+            raise DataError(
+                f"a text of {longest} tokens is to be scored as a whole, and the model sees {self.length} at once; leave its task out, or give a "
+                "larger --length"
+            )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         texts = [(context + predicted)[-self.length - 1 :] for context, predicted in windows]
         for chosen in self._batches(texts):
@@ -107,9 +115,8 @@ class Scorer:
 
     @staticmethod
     def _of_row(logits_TV: torch.Tensor, tokens: list[int], predicted: int) -> tuple[float, bool]:
-        predicted = min(predicted, len(tokens) - 1)
         scores = logits_TV[len(tokens) - 1 - predicted : len(tokens) - 1].float().log_softmax(-1)
-        target = torch.tensor(tokens[-predicted:], device=scores.device)
+        target = torch.tensor(tokens[len(tokens) - predicted :], device=scores.device)
         return float(scores.gather(1, target[:, None]).double().sum()), bool((scores.argmax(-1) == target).all())
 
     def score(self, name: str, texts: Iterable[tuple[Sequence[int], float | None]], most_tokens: int | None = None) -> Score:

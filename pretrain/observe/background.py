@@ -1,22 +1,27 @@
 """A tracker in a thread of its own: a slow or broken network never holds up a step.
 
-When a tracker opens, it is brought up to date: it gets the lines of metrics.jsonl that are not known to have arrived.
+When a tracker opens, it is brought up to date: it gets the lines of metrics.jsonl that are not known to have arrived. The process of a start before may
+have been killed before it sent them. trackers.json of the run directory has the run's id in each tracker, and the last step that arrived there:
+
+    {"wandb": "1f0c...", "mlflow": "9a3e...", "arrived": {"wandb": 120, "mlflow": 340}}
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from pretrain.config.schema import Config
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sink, open_whole
-from pretrain.observe.tracker_file import arrived_step, keep_arrived
+from pretrain.storage import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,9 @@ MOST_WAITING = 10_000
 RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for the last records to be sent."""
+TRACKERS_FILE = "trackers.json"
+_LOCK = threading.Lock()
+"""For trackers.json: each tracker has a thread of its own."""
 
 
 class Tracker(Sink):
@@ -32,6 +40,8 @@ class Tracker(Sink):
 
     tracker = ""
     """Its key in trackers.json."""
+    finished = False
+    """Whether the run's last step was sent. It is set before `close`."""
     is_immediate = False
     """Whether a record has arrived when `write` returns. Else all have arrived when `close` does."""
 
@@ -92,7 +102,7 @@ class InBackground(Sink):
             if ends:
                 break
         if self._is_open:
-            self.sink.failed = self.failed
+            self.sink.failed, self.sink.finished = self.failed, self._last >= self._start[1].run.steps
             try:
                 self.sink.close()
                 if not self._waiting:
@@ -146,3 +156,34 @@ class InBackground(Sink):
     def _warn(self, error: Exception, what: str) -> None:
         log.warning("%s: %s: %s; %s", self.name, type(error).__name__, " ".join(str(error).split())[:300], what)
         logging.getLogger(TRACEBACKS).error("%s: the traceback", self.name, exc_info=error)
+
+
+# ---- trackers.json ----------------------------------------------------------------------------------------------------
+
+
+def kept_id(directory: Path, tracker: str, new_id: str | None = None) -> str | None:
+    """The run's id in a tracker. A run without an id keeps `new_id`, if given. Raises OSError."""
+    with _LOCK:
+        kept = _read(directory)
+        if tracker not in kept and new_id is not None:
+            kept[tracker] = new_id
+            replace_text(directory / TRACKERS_FILE, json.dumps(kept, indent=1) + "\n")
+        return kept.get(tracker)
+
+
+def arrived_step(directory: Path, tracker: str) -> int:
+    """The last step that has arrived, with all before it; 0 if nothing is known. Raises OSError."""
+    return _read(directory).get("arrived", {}).get(tracker, 0)
+
+
+def keep_arrived(directory: Path, tracker: str, step: int) -> None:
+    """Remember the last step that has arrived. Raises OSError."""
+    with _LOCK:
+        kept = _read(directory)
+        kept["arrived"] = {**kept.get("arrived", {}), tracker: step}
+        replace_text(directory / TRACKERS_FILE, json.dumps(kept, indent=1) + "\n", durable=False)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / TRACKERS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

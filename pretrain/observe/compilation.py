@@ -8,7 +8,7 @@ _MOST_REASONS = 4
 
 
 class Compilations:
-    """The compilations of this process from now on. torch counts them, and keeps the last 64 in detail."""
+    """The compilations of this process from now on. torch keeps the last 64 in detail: more than 64 between two log lines are counted as 64."""
 
     def __init__(self) -> None:
         self.seen = {_key(one) for one in get_compilation_metrics()}

@@ -99,7 +99,7 @@ class StepRecord:
         AFTER,
     )
     watts: float | None = measured(
-        "mean power of all devices of the run together: GPUs by NVML (with the package nvidia-ml-py), or the processors of all hosts by RAPL",
+        "mean power of all GPUs of the run together, by NVML (with the package nvidia-ml-py)",
         "watts",
         SINCE,
         "where every device's counter can be read",
@@ -321,7 +321,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-class Window:
+class SpeedClock:
     """Wall-clock time since the last report. It includes validation, saving and everything else that is not a step."""
 
     def __init__(self) -> None:

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Computing(Protocol):
-    """What holds the weights and computes their gradients: `Strategy` of pretrain/parallel, which says what each method does."""
+    """What holds the weights and computes their gradients. `Strategy` (pretrain/parallel) is one."""
 
-    def parts(self) -> list[nn.Module]: ...
+    network: nn.Module
 
     def gradients(self) -> Iterable[Tensor]: ...
 

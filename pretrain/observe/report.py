@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pretrain.errors import DataError, install_command
-from pretrain.observe.metrics import shown_number
+from pretrain.observe.report_page import facts
 from pretrain.observe.run_story import read_story
 
 
@@ -19,33 +18,18 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def summary(run: Path) -> str:
-    """First and last loss, validation loss, tokens and speed, in a few lines."""
-    records = _records(run)
-    first, last = records[0], records[-1]
-    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    speed = f" at {statistics.median(speeds):,.0f} per second (median of the log lines)" if speeds else ""
-    lines = [
-        f"loss         {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at step {last['step']}",
-        *(
-            f"validation   {name}: {shown_number(loss, '.3f')} at step {record['step']}{_bits(record, name)}"
-            for record in [r for r in records if "validation" in r][-1:]
-            for name, loss in record["validation"].items()
-        ),
-        f"tokens       {last['tokens']:,}{speed}",
-    ]
-    return "\n".join(lines)
-
-
-def _bits(record: dict[str, Any], name: str) -> str:
-    bits = record.get("bits_per_byte", {}).get(name)
-    return "" if bits is None else f", {bits:.3f} bits per byte"
+    """The run in a few numbers, a line each: state, loss, validation, tokens, speed, time."""
+    found = facts(read_story(run))
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in found.items())
 
 
 def _smoothed(values: list[float]) -> list[float]:
     """The mean around each value, over a window of a tenth of the curve. The window is narrower at the ends, so as not to shift them."""
     half = len(values) // 20
-    windows = [values[i - w : i + w + 1] for i in range(len(values)) for w in [min(half, i, len(values) - 1 - i)]]
-    return [sum(window) / len(window) for window in windows]
+    sums = [0.0, *itertools.accumulate(values)]
+    widths = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    return [(sums[i + w + 1] - sums[i - w]) / (2 * w + 1) for i, w in enumerate(widths)]
 
 
 COLOURS = ("#3b6ea5", "#d1662f", "#4f8f4f", "#8a5fa8", "#a0802c", "#5b5b5b")

@@ -54,7 +54,7 @@ def _run(story: RunStory, name: str) -> dict[str, Any]:
     starts = story.starts
     return {
         "name": name,
-        "facts": _facts(story),
+        "facts": facts(story),
         "records": [_kept(record) for record in sorted([*records, *story.evaluations], key=lambda record: record["step"])],
         "shown": [len(records), len(story.records)],
         "repeated": [[_kept(record) for record in thinned(stretch)] for stretch in story.repeated],
@@ -70,35 +70,35 @@ def _run(story: RunStory, name: str) -> dict[str, Any]:
     }
 
 
-def _facts(story: RunStory) -> dict[str, str]:
+def facts(story: RunStory) -> dict[str, str]:
     """The run in a few numbers, ready to be read."""
-    last = [record for record in story.records if record.get("loss") is not None][-1]
-    state = story.status.get("state", "unknown")
-    facts = {
+    losses = [record for record in story.records if record.get("loss") is not None]
+    first, last, state = losses[0], losses[-1], story.status.get("state", "unknown")
+    found = {
         "state": f"{state}: {reason}" if (reason := story.status.get("reason")) else state,
         "steps": f"{story.records[-1]['step']:,}",
         "tokens": f"{last['tokens']:,}",
-        "loss": f"{last['loss']:.4f} nats per token",
+        "loss": f"{first['loss']:.4f} -> {last['loss']:.4f} nats per token (steps {first['step']:,} to {last['step']:,})",
     }
     for field, unit in (("validation", "nats per token"), ("bits_per_byte", "bits per byte")):
         measured = [record for record in story.records if field in record][-1:]
-        facts |= {
-            f"{field.replace('_', ' ')}, {name}": f"{shown_number(value, '.4f')} {unit}"
+        found |= {
+            f"{field.replace('_', ' ')}, {name}": f"{shown_number(value, '.4f')} {unit} at step {r['step']:,}"
             for r in measured
             for name, value in r[field].items()
         }
     speeds = [record["tokens_per_second"] for record in story.records if record.get("tokens_per_second")]
     if speeds:
-        facts["speed"] = f"{statistics.median(speeds):,.0f} tokens per second (median)"
+        found["speed"] = f"{statistics.median(speeds):,.0f} tokens per second (median)"
     shares = [record["mfu"] for record in story.records if record.get("mfu") is not None]
     if shares:
-        facts["MFU"] = f"{statistics.median(shares):.1%} (median)"
-    facts["energy"] = _in_words(last, joules_per_token="{:.4g} joules per token", watts="{:,.0f} watts")
-    facts["starts"] = str(len(story.starts) or 1)
-    facts["device hours"] = _in_words(last, device_hours="{:,.4g}", goodput="{:.1%} of them in steps that count")
-    facts["cost"] = _in_words(last, cost="{:,.2f}")
-    facts["time"] = duration(sum(story.seconds().values()))
-    return {name: text for name, text in facts.items() if text}
+        found["MFU"] = f"{statistics.median(shares):.1%} (median)"
+    found["energy"] = _in_words(last, joules_per_token="{:.4g} joules per token", watts="{:,.0f} watts")
+    found["starts"] = str(len(story.starts) or 1)
+    found["device hours"] = _in_words(last, device_hours="{:,.4g}", goodput="{:.1%} of them in steps that count")
+    found["cost"] = _in_words(last, cost="{:,.2f}")
+    found["time"] = duration(sum(story.seconds().values()))
+    return {name: text for name, text in found.items() if text}
 
 
 def _in_words(record: dict[str, Any], **forms: str) -> str:

@@ -65,7 +65,7 @@ def open_whole(sink: Sink, directory: Path, config: Config, step: int) -> None:
 class Sinks:
     """All sinks of a run. `own` are this program's: only their OSErrors are tolerated, so that defects of ours are not hidden.
 
-    `writer`: the thread for those that write `beside` training. It ends when the sinks are closed.
+    `writer`: the thread for those that write `beside` training. Close it first.
     """
 
     def __init__(
@@ -107,13 +107,6 @@ class Sinks:
 
     def close(self, failed: bool = False) -> None:
         """Close every sink that was opened, and warn of records that were lost until the end. `failed`: the run ends by an error."""
-        try:
-            if self._writer is not None:
-                self._writer.close(failed)
-        finally:
-            self._close_all(failed)
-
-    def _close_all(self, failed: bool) -> None:
         for sink, tolerated in self._sinks:
             sink.failed = failed
             try:

@@ -13,7 +13,7 @@ from pretrain.errors import DataError, line_of, reason_of
 from pretrain.observe.profile_time import COMMUNICATION, LOSS, STEP, spent
 from pretrain.observe.report import pyplot_for_files
 
-COLOURS = {
+COLOUR_OF = {
     "forward and backward": "#8fb3d9",
     LOSS: "#c2571a",
     "optimizer": "#2f855a",
@@ -75,7 +75,7 @@ def _read(path: Path, rank: int) -> RankTime:
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else line_of(error)
         raise DataError(f"{path}: cannot be read as a trace: {reason}; {_AGAIN}") from error
-    stretches: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLOURS}
+    stretches: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLOUR_OF}
     for piece in sorted(took.pieces, key=lambda one: one.start):
         kind = {LOSS: LOSS, "optimizer": "optimizer", COMMUNICATION: "waiting for ranks"}.get(
             piece.group, "forward and backward"
@@ -107,16 +107,16 @@ def draw_timelines(steps: list[tuple[str, list[RankTime]]], output: Path) -> Non
         for place, rank in enumerate(ranks):
             for kind, stretches in rank.stretches.items():
                 bottom, height = (place + 0.62, 0.2) if kind == "collectives" else (place + 0.08, 0.5)
-                axes.broken_barh([(begin, end - begin) for begin, end in stretches], (bottom, height), color=COLOURS[kind])
+                axes.broken_barh([(begin, end - begin) for begin, end in stretches], (bottom, height), color=COLOUR_OF[kind])
         axes.set_ylim(len(ranks), 0)
         axes.set_yticks([place + 0.45 for place in range(len(ranks))], [f"rank {rank.rank}" for rank in ranks])
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[-1, 0].set_xlabel("milliseconds since the step began")
-    shown = [kind for kind in COLOURS if any(rank.stretches[kind] for _, ranks in steps for rank in ranks)]
+    shown = [kind for kind in COLOUR_OF if any(rank.stretches[kind] for _, ranks in steps for rank in ranks)]
     figure.legend(
-        [Patch(color=COLOURS[kind]) for kind in shown],
+        [Patch(color=COLOUR_OF[kind]) for kind in shown],
         shown,
         loc="outside upper center",
         ncols=len(shown),

@@ -1,6 +1,6 @@
 """Experiment trackers as sinks: Weights & Biases, MLflow and Trackio. `log.wandb`, `log.mlflow` and `log.trackio` turn them on.
 
-A run has one entry in a tracker, whatever restarts: its id is kept in the run directory (tracker_file.py). Every start adds to that entry. A run that
+A run has one entry in a tracker, whatever restarts: its id is kept in the run directory (trackers.json). Every start adds to that entry. A run that
 went back to a checkpoint sends the repeated steps again, and the tracker shows both.
 """
 
@@ -19,11 +19,10 @@ from pretrain.config.log_schema import Log
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError, install_command, without_secrets
-from pretrain.observe.background import InBackground, Tracker
+from pretrain.observe.background import InBackground, Tracker, kept_id
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
-from pretrain.observe.tracker_file import kept_id
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class WeightsAndBiases(Tracker):
     def open(self, directory: Path, config: Config, step: int) -> None:
         import wandb
 
-        chosen, self._steps = config.log.wandb, config.run.steps
+        chosen = config.log.wandb
         self._run = wandb.init(
             project=chosen.project,
             entity=chosen.entity,
@@ -116,15 +115,14 @@ class WeightsAndBiases(Tracker):
     def write(self, record: StepRecord) -> None:
         import wandb
 
-        self._last = record.step
         texts = {"samples": wandb.Table(SAMPLE_COLUMNS, sample_rows(record))} if record.samples else {}
         self._run.log({"step": record.step, **record.numbers(), **texts})
 
     def close(self) -> None:
         if (run := getattr(self, "_run", None)) is not None:
-            if not self.failed and getattr(self, "_last", 0) < self._steps:
+            if not self.failed and not self.finished:
                 run.mark_preempting()  # a run that was asked to stop goes on later
-            run.finish(exit_code=0 if getattr(self, "_last", 0) >= self._steps and not self.failed else 1)
+            run.finish(exit_code=0 if self.finished and not self.failed else 1)
 
 
 class MlFlow(Tracker):
@@ -135,7 +133,7 @@ class MlFlow(Tracker):
     def open(self, directory: Path, config: Config, step: int) -> None:
         from mlflow.tracking import MlflowClient
 
-        chosen, self._steps, self._last, self._warned = config.log.mlflow, config.run.steps, step, False
+        chosen, self._warned = config.log.mlflow, False
         self._client = MlflowClient(chosen.uri)
         self._id = kept_id(directory, "mlflow")
         if self._id is None:
@@ -158,7 +156,7 @@ class MlFlow(Tracker):
     def write(self, record: StepRecord) -> None:
         from mlflow.entities import Metric
 
-        now, self._last = round(1000 * time.time()), record.step
+        now = round(1000 * time.time())
         # Names may have letters, digits and _-./ and spaces.
         metrics = [
             Metric(re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII), value, now, record.step)
@@ -186,7 +184,7 @@ class MlFlow(Tracker):
 
     def close(self) -> None:
         if getattr(self, "_id", None) is not None:
-            ended = "FAILED" if self.failed else "FINISHED" if self._last >= self._steps else "KILLED"
+            ended = "FAILED" if self.failed else "FINISHED" if self.finished else "KILLED"
             self._client.set_terminated(self._id, ended)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
 from pretrain.distributed.shards import own_part, own_stretches, stretch_length
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, Layout, state_bytes
 from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
@@ -49,8 +47,7 @@ def kept_bytes(config: Config, layout: Layout) -> int:
     has_copies = keeps_casts(config, layout.strategy, layout.data_size)
     if not has_copies and layout.strategy != "fsdp":
         return 0
-    with torch.device("meta"):
-        network = build_network(config.model)
+    network = network_without_values(config)
     if has_copies:
         return WeightCopies(network, DTYPES[config.precision.compute]).bytes
     from pretrain.parallel.fsdp_gathers import keeps_weights, kept_parameters

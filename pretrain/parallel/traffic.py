@@ -23,7 +23,7 @@ from torch import nn
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES, coordinates_of
 from pretrain.distributed.shards import stretch_length
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
 from pretrain.models.experts import MixtureOfExperts, Router
@@ -84,8 +84,7 @@ def expected_traffic(config: Config, layout: Layout, rank: int) -> Traffic | Non
     if _unknown(config, layout):
         return None
     sizes = layout.axes
-    with torch.device("meta"):
-        network = build_network(config.model, config.loss)
+    network = network_without_values(config)
     place = coordinates_of(rank, {axis: sizes[axis] for axis in AXES})
     traffic = Traffic()
     if layout.pipeline > 1:

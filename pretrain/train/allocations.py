@@ -21,8 +21,8 @@ _BLOCK = 512
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of what operators make and take, without that of `known`. FSDP2 frees the memory of tensors that stay; they are counted while
-    they have it.
+    """Counts the bytes of tensors that operators make or read, except `known` ones. FSDP2 frees the memory of tensors it keeps; they count while they
+    have memory.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -35,7 +35,6 @@ class Allocations(TorchDispatchMode):
         """One after the other: a number, and the bytes that it takes from now on."""
         self.filled_again: set[int] = set()
         """The numbers of tensors to which FSDP2 gave their memory back: gathered weights."""
-        self.now = self.most = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -83,12 +82,10 @@ class Allocations(TorchDispatchMode):
         self._set(place, size)
 
     def _set(self, place: int, size: int | None) -> None:
-        number, before = self.live[place] if size is not None else self.live.pop(place)
+        number, _ = self.live[place] if size is not None else self.live.pop(place)
         if size is not None:
             self.live[place] = number, size
         self.changes.append((number, size or 0))
-        self.now += (size or 0) - before
-        self.most = max(self.most, self.now)
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Their numbers, as far as they are counted and exist."""

@@ -181,7 +181,7 @@ def _number(value: Any, where: str, name: str) -> float:
 class Watched:
     """A number of the records: `loss`, `evaluation/NAME`, `translation/SOURCE/bleu` (or another score), and those that validation measures.
 
-    The latter are `validation`, `ema_validation` and `bits_per_byte`, each with `/SOURCE`, or the mean over the sources without it.
+    Numbers by source are `validation/SOURCE`, `ema_validation/SOURCE` and `bits_per_byte/SOURCE`; without `/SOURCE` it is the mean over the sources.
     """
 
     SCORES = ("bleu", "chrf", "cer", "wer")

@@ -339,16 +339,9 @@ class Continuation:
                     "the running mean of the weights (optim.ema_decay) begins with those of step %d, which was saved without one",
                     step,
                 )
+        progress = Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress) if field.name in state})
         # The seconds of another run do not count here.
-        useful = state.get("useful_seconds", 0.0) if self.starting_point.own else 0.0
-        return Progress(
-            **{name: state[name] for name in ("step", "samples", "tokens")},
-            skipped=state.get("skipped", 0),
-            skipped_in_a_row=state.get("skipped_in_a_row", 0),
-            loads=state.get("loads"),
-            record=state.get("record"),
-            useful_seconds=useful,
-        )
+        return progress if self.starting_point.own else dataclasses.replace(progress, useful_seconds=0.0)
 
     def _check_nothing_left(self, payload: Payload, state: dict[str, Tensor]) -> None:
         """Raise CheckpointError if the checkpoint has state of this rank's parameters that `state` has no place for."""

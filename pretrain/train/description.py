@@ -9,7 +9,7 @@ import torch
 from pretrain.distributed.cores import cores_of_host
 from pretrain.distributed.launcher import ranks_of_host
 from pretrain.distributed.ranks import Ranks
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.models.families import family_of
 from pretrain.parallel.explain import explain_strategy, kept_bytes
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, gradient_bytes, state_bytes
@@ -126,13 +126,12 @@ def costs_of_layers(plan: Plan) -> list[int]:
     model = plan.config.model
     if plan.layout.pipeline == 1:
         return [1] * (model.encoder.layers or 0) + [1] * model.layers
-    with torch.device("meta"):
-        return layer_costs(build_network(model), plan.config)
+    return layer_costs(network_without_values(plan.config), plan.config)
 
 
 def bytes_of(number: int) -> str:
     """A number of bytes as a person writes it, in powers of 1,000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
+        if number >= 0.9995 * size:  # or three digits would show 1,000 of the smaller unit
             return f"{number / size:.3g} {unit}"
     return f"{number / 1e3:.3g} kB"

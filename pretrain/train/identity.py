@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.keys import leaves
-from pretrain.config.optim_schema import Schedule
-from pretrain.config.schema import Batch, Config
-from pretrain.config.written import build_section
+from pretrain.config.schema import Config
 from pretrain.data.order import UNIT
 from pretrain.data.sources import consumed_after
 from pretrain.errors import CheckpointError, ConfigError
@@ -87,24 +85,21 @@ def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]
     return [Change(n, saved.get(n), own.get(n), kinds[n], _CONSEQUENCES.get(kinds[n], ""), places(n)) for n in changed]
 
 
-def differences(saved: dict[str, Any], own: Config) -> list[str]:
-    """One line for each key whose value has changed, free ones included. `saved`: a configuration as config.yaml has it."""
-    before, after = ({leaf.path: leaf.value for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
+def difference_lines(saved: Config, own: Config) -> list[str]:
+    """One line for each key whose value has changed, free ones included."""
+    before, after = ({leaf.path: leaf.value for leaf in leaves(Config, dataclasses.asdict(one))} for one in (saved, own))
     paths = [*after, *(path for path in before if path not in after)]
     changed = [path for path in paths if before.get(path) != after.get(path) and path not in _ABOUT_RESUMING]
     return [f"{path}: {_cut(before.get(path))} -> {_cut(after.get(path))}" for path in changed]
 
 
-def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Change]:
+def setting_changes(saved: Config, own: Config, step: int) -> list[Change]:
     """The keys whose change since `step` needs consent, because the next steps would be computed differently."""
-    before, after = ({leaf.path: leaf for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
+    before, after = ({leaf.path: leaf for leaf in leaves(Config, dataclasses.asdict(one))} for one in (saved, own))
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
     changed = [(old, new) for old, new in both if (old and old.value) != (new and new.value)]
     consequence = _new_past(saved, own, step)
-    ends = (
-        (saved.get("schedule", {}).get("warmup_steps"), saved.get("run", {}).get("steps")),
-        (own.schedule.warmup_steps, own.run.steps),
-    )
+    ends = [(one.schedule.warmup_steps, one.run.steps) for one in (saved, own)]
     if consequence and any(warmup and warmup == steps for warmup, steps in ends):
         consequence += " (a warmup longer than the run is shortened to run.steps, which has changed)"
     rules = ("accept", "schedule") if consequence else ("accept",)
@@ -117,14 +112,12 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
     return found
 
 
-def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
+def _new_past(saved: Config, own: Config, step: int) -> str | None:
     """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
     if not step:
         return None
-    before = Config(schedule=_section_of(Schedule, saved, "schedule"), batch=_section_of(Batch, saved, "batch"))
-    before.data.sequence_length = saved.get("data", {}).get("sequence_length", before.data.sequence_length)
-    schedule, steps = before.schedule, saved.get("run", {}).get("steps", before.run.steps)
-    consumed, own_consumed = consumed_after(before), consumed_after(own)
+    schedule, steps = saved.schedule, saved.run.steps
+    consumed, own_consumed = consumed_after(saved), consumed_after(own)
 
     def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:
         return (
@@ -137,7 +130,7 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     # The same curve written otherwise is rounded otherwise.
     if all(math.isclose(*rates(number), rel_tol=1e-9, abs_tol=1e-12) for number in points):
         return None
-    peaks = saved.get("optim", {}).get("lr", own.optim.lr), own.optim.lr
+    peaks = saved.optim.lr, own.optim.lr
     end = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one shows the difference best, if it shows one
     for digits in (3, 12):
         for number in (end, *sorted(points, reverse=True)):
@@ -145,12 +138,6 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
             if old != new:
                 return f"the learning rate of step {number} would be {new} instead of {old}"
     return "the steps already taken would have had another share of optim.lr"
-
-
-def _section_of(kind: type, saved: dict[str, Any], name: str) -> Any:
-    """A section of a recorded configuration, without keys that this version does not have."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    return build_section(kind, {key: value for key, value in saved.get(name, {}).items() if key in known})
 
 
 # ---- what is done about it --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from pretrain.distributed.ranks import Ranks
 from pretrain.observe.energy import EnergyMeter
 from pretrain.observe.flops import peak_flops
-from pretrain.observe.metrics import StepRecord, Window
+from pretrain.observe.metrics import SpeedClock, StepRecord
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.plan import Plan
 from pretrain.train.queued_step import QueuedStep
@@ -25,12 +25,12 @@ class Measurements:
 
     def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, strategy: Strategy, samples: int) -> None:
         self.plan, self.ranks, self.directory, self.strategy = plan, ranks, directory, strategy
-        self.window, self._samples_before = Window(), samples
+        self.clock, self._samples_before = SpeedClock(), samples
         peak = peak_flops(ranks.device, plan.config.precision.compute)
         self._peak_flops = peak * ranks.world_size if peak else None
         self._flops_per_token: dict[tuple[float, ...], int] = {}
         """By lengths of sequences, which stages of a run may change."""
-        self._energy = EnergyMeter(ranks.device, ranks.local_rank)
+        self._energy = EnergyMeter(ranks.device)
         self._most_memory = 0
         self._source_losses: dict[str, tuple[float, int]] = {}
         """Summed losses and target tokens by source since the last log line."""
@@ -42,7 +42,7 @@ class Measurements:
 
     def begin(self) -> None:
         """The first step is about to begin."""
-        self.window = Window()
+        self.clock = SpeedClock()
         self._energy.take()
 
     def flops_of_a_token(self, consumed: int) -> int:
@@ -65,11 +65,11 @@ class Measurements:
         """
         waited = self.strategy.take_wait()
         if waited is not None:
-            shares = self.ranks.sum("waiting for stages", torch.tensor(waited / self.window.computed, dtype=torch.float64))
+            shares = self.ranks.sum("waiting for stages", torch.tensor(waited / self.clock.computed, dtype=torch.float64))
             record.pipeline_wait = float(shares) / self.ranks.world_size
-        achieved, tokens = self.window.flops_per_second, self.window.tokens
-        seconds = self.window.seconds
-        for name, value in self.window.take().items():
+        achieved, tokens = self.clock.flops_per_second, self.clock.tokens
+        seconds = self.clock.seconds
+        for name, value in self.clock.take().items():
             setattr(record, name, value)
         if self._compilations is not None and (done := self._compilations.take()):
             record.compiled, words = done
@@ -88,11 +88,9 @@ class Measurements:
     def _seconds_left(self, step: int, samples: int) -> float:
         steps, after = self.plan.config.run.steps - step, self.plan.data.samples_after
         if self.plan.config.data.pairs is not None:  # their batches have a fixed number of tokens, and any number of pairs
-            return self.window.left(steps / self.window.timed_steps)
+            return self.clock.left(steps / self.clock.timed_steps)
         # A later step may take more samples than those before it (`batch.ramp`).
-        return self.window.left(
-            (after(samples, steps) - samples) / (samples - after(self._samples_before, self.window.left_out))
-        )
+        return self.clock.left((after(samples, steps) - samples) / (samples - after(self._samples_before, self.clock.left_out)))
 
     def _memory_and_energy(self) -> tuple[dict[str, float], float | None]:
         """The most bytes that ranks have used so far, the largest and the mean; and the joules of all devices, None if some do not count them."""

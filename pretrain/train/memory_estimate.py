@@ -28,7 +28,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
 from pretrain.errors import ConfigError
-from pretrain.models import attention, build_network
+from pretrain.models import attention, network_without_values
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
@@ -100,7 +100,7 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     config = with_format(resolve(take_rest(given, world_size)), FormatChoice("bf16", "GPUs compute in it"))
     _refuse_unknown(config)
     refuse_micro_sequences(config.batch.micro_sequences, config.data.sequence_length)
-    parameters = count_parameters(_network(config))
+    parameters = count_parameters(network_without_values(config))
     layout = plan_layout(config, world_size, parameters, device_memory)
     stages = []
     # Or the compiler, which compiled for another estimate before, compiles for sizes of any number, and keeps other tensors. It imports itself.
@@ -109,11 +109,6 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
         with stand_in(stage * (world_size // layout.pipeline), world_size) as ranks:
             stages.append(measure_rank(config, layout, ranks))
     return MemoryEstimate(layout, parameters, stages)
-
-
-def _network(config: Config) -> Decoder:
-    with torch.device("meta"):
-        return build_network(config.model, config.loss)
 
 
 def _refuse_unknown(config: Config) -> None:
@@ -188,7 +183,7 @@ def _placed(config: Config, layout: Layout, ranks: Ranks) -> tuple[Strategy, Dec
     parallel = dataclasses.replace(config.parallel, offload=False)
     mesh = Mesh(layout.axes, ranks, loss_rank(config.parallel))
     kind = "single" if layout.strategy == "ddp" else layout.strategy
-    strategy, network = Strategy(kind, dataclasses.replace(config, parallel=parallel), mesh), _network(config)
+    strategy, network = Strategy(kind, dataclasses.replace(config, parallel=parallel), mesh), network_without_values(config)
     _attend_as_on_a_gpu(network)
     strategy.place(network, _cut_as_on_a_gpu)
     return strategy, network

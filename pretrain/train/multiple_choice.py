@@ -91,7 +91,7 @@ class MultipleChoice(Callback):
 def read_questions(file: Path, tokenizer: Tokenizer, first: int) -> list[Question]:
     """The questions of a file, each after the token `first`. Raises DataError for a line that is not a question."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = list(file.open(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     found = []

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from pretrain.config.keys import check_effects
 from pretrain.config.parallel_schema import Precision
@@ -17,7 +16,7 @@ from pretrain.config.written import flatten, model_identity, to_yaml
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
@@ -31,7 +30,6 @@ from pretrain.parallel.legality import check_backend, check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import (
     FormatChoice,
-    check_formats,
     check_gradients,
     chosen_format,
     notes_on_format,
@@ -256,9 +254,7 @@ def with_format(config: Config, choice: FormatChoice) -> Config:
         precision = dataclasses.replace(
             precision, fp8=usual.fp8, fp8_modules=usual.fp8_modules, master=usual.master, keep_casts=usual.keep_casts
         )
-    config = dataclasses.replace(config, precision=precision)
-    check_formats(config)
-    return config
+    return dataclasses.replace(config, precision=precision)
 
 
 def with_vocabularies(config: Config, data: TrainingData) -> Config:
@@ -297,9 +293,3 @@ def _unused_rows(config: Config, data: TrainingData) -> list[str]:
         for key, vocabulary in data.vocabularies.items()
         if (count := rows[key]) > max(1.05 * vocabulary.size, vocabulary.size + 128)
     ]
-
-
-def network_without_values(config: Config) -> nn.Module:
-    """The network on the meta device."""
-    with torch.device("meta"):
-        return build_network(config.model)

@@ -15,7 +15,7 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import TrainingError, UserError
+from pretrain.errors import TrainingError
 from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
@@ -65,7 +65,7 @@ class Reporting:
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
             if continuation.starting_point.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
-                self.drain()  # it is read below
+                self.writer.drain()  # it is read below
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
         tokenizer, came_through = self.plan.data.tokenizer_path, continuation.came_through
         self.run = RunHandle(config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
@@ -77,32 +77,9 @@ class Reporting:
         """After the last step: let the callbacks write what they keep, on all ranks together. Raises TrainingError if one of them failed."""
         if not self.extensions.callbacks:
             return
-        self.drain()
-        self.callbacks.close()
-        self.ranks.agree("end of the callbacks", self.problem and str(self.problem), TrainingError)
-
-    def drain(self) -> None:
-        """Wait until the log lines so far are written."""
         self.writer.drain()
-
-    @property
-    def problem(self) -> UserError | None:
-        """What a callback of this rank failed with."""
-        return self.callbacks.problem
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why a callback of this rank ends the run."""
-        return self.run.stop_reason
-
-    @property
-    def wants_save(self) -> bool:
-        """Whether a callback of this rank has asked for a save since the last one began."""
-        return self.run.wants_save
-
-    def begin_save(self) -> None:
-        """Take the callbacks' wish for a save as granted."""
-        self.run.wants_save = False
+        self.callbacks.close()
+        self.ranks.agree("end of the callbacks", self.callbacks.problem and str(self.callbacks.problem), TrainingError)
 
     def tell_of_save(self, step: int, checkpoint: Path) -> None:
         """Tell the callbacks of a checkpoint that is complete. Main rank only."""
@@ -120,12 +97,18 @@ class Reporting:
         with self.evaluation.weights("losses"):
             return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
 
+    def logs(self, step: int) -> bool:
+        """Whether a step has a line in the log of metrics, even if nothing is evaluated after it."""
+        chosen = self.config.log
+        due = any(every and step % every == 0 for every in (chosen.every_steps, chosen.layers_every_steps))
+        return due or step in (1, self.config.run.steps, *chosen.profile)
+
     def _report_again(self, record: StepRecord) -> None:
         """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""
-        step, steps = record.step, self.config.run.steps
-        if step % self.config.log.every_steps and step not in (1, steps):
+        step = record.step
+        if not self.logs(step):
             return
-        logged = known_records(self.directory.path, steps)
+        logged = known_records(self.directory.path, self.config.run.steps)
         # Step 1 is always logged. So an empty log means that a checkpoint was put into another run's folder.
         if logged[-1].step < step if logged else step == 1:
             self.sinks.write(record)

@@ -25,7 +25,7 @@ from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE, read_lines
 from pretrain.observe.writing_thread import WritingThread
 from pretrain.storage import append_line, exists, make_directory, real, replace_text
-from pretrain.train.run_lock import LockKind, RunLock, sees_token
+from pretrain.train.run_lock import LockKind, RunLock
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RunDirectory:
             raise CheckpointError(f"{reason_of(error)}; the run cannot be kept there: choose another run.dir") from error
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
-        for litter in self.path.glob(".status.json.*"):  # of a process that was killed while it wrote
+        for litter in self.path.glob(".*.json.????????"):  # of a process that was killed while it wrote
             with contextlib.suppress(OSError):
                 litter.unlink()
         for name in files.discard_unfinished(self.checkpoints):
@@ -167,10 +167,6 @@ class RunDirectory:
             self.record_start(*self._recorded)
         except OSError as error:
             log.warning("%s: it cannot be written: %s", self.path, reason_of(error))
-
-    def sees(self, token: str) -> bool:
-        """Whether this rank finds the main rank's lock, so that both use the same storage."""
-        return sees_token(self.path, token)
 
     def release(self) -> None:
         """Release the directory for another process; the end of the process does so too."""

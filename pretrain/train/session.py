@@ -38,7 +38,7 @@ from pretrain.train.extensions import NO_EXTENSIONS, Extensions
 from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of, utc_now
-from pretrain.train.run_lock import SIGHT_SECONDS
+from pretrain.train.run_lock import SIGHT_SECONDS, sees_token
 from pretrain.train.starting_point import StartingPoint, agreed_format, find_starting_point, found_format
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
@@ -261,7 +261,7 @@ def _claim(directory: RunDirectory, ranks: Ranks) -> None:
     ranks.agree(
         "sight of the run directory",
         None
-        if directory.sees(token)
+        if sees_token(directory.path, token)
         else f"{directory.path} is not the main rank's (looked for {SIGHT_SECONDS:g} s); run.dir must be on storage that all nodes share",
         CheckpointError,
     )

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.stored_run import stored_run
 from pretrain.config.read import parse, read_file
 from pretrain.config.schema import Config
-from pretrain.config.written import model_identity
+from pretrain.config.written import from_recorded, model_identity
 from pretrain.data.sources import batch_schedule
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.joining import Meeting
@@ -28,7 +27,7 @@ from pretrain.errors import CheckpointError, ConfigError, LaunchError
 from pretrain.models.families import family_of
 from pretrain.optim.schedule import goes_by_tokens
 from pretrain.parallel.blocks import DTYPES
-from pretrain.train.identity import IN_STEPS, check_changes, check_model, differences, identity_changes, setting_changes
+from pretrain.train.identity import IN_STEPS, check_changes, check_model, difference_lines, identity_changes, setting_changes
 from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -84,20 +83,17 @@ def _format_begun_in(config: Config) -> str | None:
     if resume == "never":
         return None
     path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
-    uploaded = None
-    if path is None and config.checkpoint.upload:
-        uploaded = stored_run(config).config_of_newest()
+    uploaded = stored_run(config).config_of_newest() if path is None and config.checkpoint.upload else None
     if uploaded is not None:
         try:
-            saved = parse(uploaded.decode("utf-8", "replace"), "config.yaml").values
+            saved = from_recorded(parse(uploaded.decode("utf-8", "replace"), "config.yaml").values, "config.yaml")
         except ConfigError:  # it is damaged, which the download finds out
-            saved = {}
+            return None
     else:
         if path is None and resume not in ("auto", "required"):
             path = checkpoints_at(Path(resume), "run.resume")[-1] / "config.yaml"
-        saved = _config_of(path) if path is not None else {}
-    precision = saved.get("precision")
-    recorded = precision.get("compute") if isinstance(precision, dict) else None
+        saved = _config_of(path) if path is not None else None
+    recorded = saved and saved.precision.compute
     return recorded if isinstance(recorded, str) and recorded in DTYPES else None
 
 
@@ -163,7 +159,7 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
     return _difference(saved, plan, path)
 
 
-def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
+def _check_tokens(plan: Plan, choice: Choice, saved: Config | None) -> None:
     """Raise ConfigError if steps before the checkpoint had another batch than numbers of tokens are counted with."""
     step, taken = choice.state["step"], choice.state["samples"]
     counted = plan.data.samples_after(0, step)
@@ -172,7 +168,7 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
         return
     schedule, length = plan.config.schedule, plan.config.data.sequence_length
     found = {
-        "schedule.warmup_tokens": saved.get("schedule", {}).get("warmup_steps"),  # the past stays as it was
+        "schedule.warmup_tokens": saved and saved.schedule.warmup_steps,  # the past stays as it was
         "schedule.decay_tokens": schedule.decay_steps,  # of today's batch, which the last steps have
     }
     if "run.tokens" in plan.tokens:
@@ -187,10 +183,10 @@ def _check_tokens(plan: Plan, choice: Choice, saved: dict[str, Any]) -> None:
     )
 
 
-def _as_stage(plan: Plan, saved: dict[str, Any], step: int, taken: int) -> str:
+def _as_stage(plan: Plan, saved: Config | None, step: int, taken: int) -> str:
     """How to say of a past whose steps all had one batch that it had this one, and today's batch from here on."""
-    sequences, size = saved.get("batch", {}).get("sequences"), plan.config.batch.sequences
-    if plan.config.batch.ramp or step * (sequences or 0) != taken:
+    sequences, size = saved.batch.sequences if saved else 0, plan.config.batch.sequences
+    if plan.config.batch.ramp or step * sequences != taken:
         return ""
     return f"; or keep the tokens: batch.ramp=[{{until_tokens: {taken * plan.config.data.sequence_length}, sequences: {sequences}}}] and batch.sequences={size}"
 
@@ -216,12 +212,12 @@ def _judge_weights(plan: Plan, source: Choice) -> None:
         )
 
 
-def _config_of(path: Path) -> dict[str, Any]:
-    """The configuration that a run recorded; empty if a checkpoint has none."""
-    return read_file(path).values if path.is_file() else {}
+def _config_of(path: Path) -> Config | None:
+    """The configuration that a run recorded; None if a checkpoint has none."""
+    return from_recorded(read_file(path).values, str(path)) if path.is_file() else None
 
 
-def _difference(saved: dict[str, Any], plan: Plan, holder: Path) -> list[str]:
+def _difference(saved: Config | None, plan: Plan, holder: Path) -> list[str]:
     """The changes of the configuration: one line for each key."""
-    changed = differences(saved, plan.config) if saved else []
+    changed = difference_lines(saved, plan.config) if saved else []
     return [f"configuration since {holder}, {len(changed)} different:", *(f"  {line}" for line in changed)] if changed else []

@@ -20,7 +20,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ExportError, LostRankError, TrainingError, UserError, line_of
 from pretrain.huggingface.export_check import ExportCheck
-from pretrain.models import build_network
+from pretrain.models import network_without_values
 from pretrain.observe.metrics import StepRecord
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
@@ -83,8 +83,7 @@ class Trainer:
         remember_allocations(config, self.ranks.device)
         self.mesh = Mesh(self.plan.layout.axes, self.ranks, loss_rank(self.plan.config.parallel))
         self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
-        with torch.device("meta"):
-            self.model = build_network(config.model, config.loss)
+        self.model = network_without_values(config)
         names = [name for name, _ in self.model.named_parameters()]
         self.strategy.place(self.model)
         self.optimizer = OptimizerSet(
@@ -256,7 +255,7 @@ class Trainer:
             if agreed.stop:
                 return "preempted"
             if agreed.end:
-                reasons = self.ranks.gather("end by a callback", self.reporting.stop_reason)
+                reasons = self.ranks.gather("end by a callback", self.reporting.run.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
             evaluated = self._advance(batch, verdict, waited, poll)
@@ -287,7 +286,7 @@ class Trainer:
         return self._after_step(record, poll)
 
     def _count_time(self, seconds: float, verdict: Verdict, flops: float) -> None:
-        self.measurements.window.add(seconds, verdict.waited, verdict.target_tokens, flops)
+        self.measurements.clock.add(seconds, verdict.waited, verdict.target_tokens, flops)
         if not self.progress.skipped_in_a_row:  # the step that was settled last was taken
             self.progress.useful_seconds += seconds * self.ranks.world_size
 
@@ -330,7 +329,7 @@ class Trainer:
 
     def _save(self, waits: bool = True) -> None:
         """Save this step, unless it is saved already. With `checkpoint.asynchronous`, it may be written beside the next steps, unless it `waits`."""
-        self.reporting.begin_save()
+        self.reporting.run.wants_save = False  # the wish of a callback is granted
         self._finish_save()
         self.continuation.begin_save(self.progress)
         if waits or not self.config.checkpoint.asynchronous:
@@ -339,7 +338,7 @@ class Trainer:
     def _finish_save(self) -> None:
         """Wait for the save that was begun, if there is one, and tell the callbacks."""
         # A resume makes up only for the log line of the checkpoint's own step. So earlier lines must be written before the checkpoint is visible.
-        step = self.continuation.finish_save(before=self.reporting.drain)
+        step = self.continuation.finish_save(before=self.reporting.writer.drain)
         if step is not None and self.ranks.is_main:
             self.reporting.tell_of_save(step, self.continuation.last)
 
@@ -367,7 +366,7 @@ class Trainer:
             log.error("%s", another)
 
     def _wishes(self, stop: StopRequest) -> Wishes:
-        is_due, ends = self.continuation.is_due() or self.reporting.wants_save, self.reporting.stop_reason is not None
+        is_due, ends = self.continuation.is_due() or self.reporting.run.wants_save, self.reporting.run.stop_reason is not None
         return Wishes(stop.reason is not None, ends, is_due, self.continuation.is_writing)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
@@ -375,22 +374,20 @@ class Trainer:
         batch, problem = read_batch(batches, self.progress.step + 1, self.ranks)
         if problem is None and export is not None and (found := export.problem()):
             problem = ExportError(found)
-        return batch, problem or self.reporting.problem
+        return batch, problem or self.reporting.callbacks.problem
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.
 
         Return whether nothing was cut short.
         """
-        config, step = self.config, record.step
-        last = step == config.run.steps
+        step = record.step
         self.progress.record = record.to_dict()
         if self._saves(step):
-            self._save(waits=last)
+            self._save(waits=step == self.config.run.steps)
         is_whole = self.reporting.evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation
-        is_looked_at = step in config.log.profile or self.layers.due(step)
-        if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated or is_looked_at:
+        if is_evaluated or self.reporting.logs(step):
             record.experts, record.expert_load = self.expert_loads.take()
             self.reporting.report(record, self.settled_samples, self.progress.useful_seconds)
         return is_whole

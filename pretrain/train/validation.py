@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED
@@ -89,45 +88,35 @@ class Evaluation:
         sizes = {source.name: self.data.bytes_per_token(source) for source in self.data.validation}
         return {name: loss / math.log(2) / sizes[name] for name, loss in losses.items() if sizes[name]}
 
+    @torch.no_grad()
     def _validate(self, source: ValidationData, poll: StopPoll) -> float:
-        rows = self.data.validation_rows(source)
-        return validate(self.strategy.evaluate, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
+        """Mean token loss over the first `validation.sequences` samples of a source (0: all), the same on every rank.
+
+        Each sample's summed loss has its place in one list, and the list is added up in order in fp64. So the result does not depend
+        on how the samples were spread over ranks. Every rank makes the same number of forward passes, because all ranks gather
+        sharded weights together. Raises Stopped on all ranks if one was asked to stop.
+        """
+        loader, sequences, rows = self.loader, self.config.validation.sequences, self.data.validation_rows(source)
+        count = min(sequences, len(source)) if sequences else len(source)
+        losses = torch.zeros(count, dtype=torch.float64)
+        tokens = torch.zeros(count, dtype=torch.int64)
+        problem: str | None = None
+        poll.begin()
+        for here in own_passes(count, rows, loader.data_rank, loader.data_size):
+            try:
+                inputs = loader.validation_inputs(source, np.array(here, dtype=np.int64), rows)
+            except (DataError, OSError) as error:  # raised by all at the end: the others are in the same passes
+                problem, inputs = problem or str(error), loader.validation_inputs(source, np.empty(0, dtype=np.int64), rows)
+            losses_B = (
+                self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()}).double().cpu()
+            )
+            if problem is None:
+                losses[here.start : here.stop] = losses_B[: len(here)]
+                tokens[here.start : here.stop] = (inputs["targets_BT"][: len(here)] != IGNORED).sum(dim=1)
+            poll.check()
+        self.ranks.agree("reading of validation data", problem, DataError)
+        return float(self.ranks.sum("validation losses", losses).sum() / self.ranks.sum("validation tokens", tokens).sum())
 
     def _translate(self, source: PreparedPairs, poll: StopPoll) -> dict[str, float] | None:
         share = self.loader.data_rank, self.loader.data_size
         return translate_and_score(self.strategy.evaluate, source, self.config, self.ranks, share, poll)
-
-
-@torch.no_grad()
-def validate(
-    call: Callable[..., Tensor],
-    source: ValidationData,
-    sequences: int,
-    rows: int,
-    loader: BatchLoader,
-    ranks: Ranks,
-    poll: StopPoll,
-) -> float:
-    """Mean token loss over the first `sequences` samples of a source (0: all), `rows` in a forward pass, the same on every rank.
-
-    Each sample's summed loss has its place in one list, and the list is added up in order in fp64. So the result does not depend
-    on how the samples were spread over ranks. Every rank makes the same number of forward passes, because all ranks gather
-    sharded weights together. Raises Stopped on all ranks if one was asked to stop.
-    """
-    count = min(sequences, len(source)) if sequences else len(source)
-    losses = torch.zeros(count, dtype=torch.float64)
-    tokens = torch.zeros(count, dtype=torch.int64)
-    problem: str | None = None
-    poll.begin()
-    for here in own_passes(count, rows, loader.data_rank, loader.data_size):
-        try:
-            inputs = loader.validation_inputs(source, np.array(here, dtype=np.int64), rows)
-        except (DataError, OSError) as error:  # raised by all at the end: the others are in the same passes
-            problem, inputs = problem or str(error), loader.validation_inputs(source, np.empty(0, dtype=np.int64), rows)
-        losses_B = call(**{name: tensor.to(ranks.device) for name, tensor in inputs.items()}).double().cpu()
-        if problem is None:
-            losses[here.start : here.stop] = losses_B[: len(here)]
-            tokens[here.start : here.stop] = (inputs["targets_BT"][: len(here)] != IGNORED).sum(dim=1)
-        poll.check()
-    ranks.agree("reading of validation data", problem, DataError)
-    return float(ranks.sum("validation losses", losses).sum() / ranks.sum("validation tokens", tokens).sum())

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -131,6 +133,35 @@ def test_the_likeliest_continuation_is_known(opened):
         best = int(opened.network(torch.tensor([context]))[0, -1].argmax())
     scorer = Scorer(opened)
     assert [greedy for _, greedy in scorer.log_likelihoods([(context, [best]), (context, [(best + 1) % 20])])] == [True, False]
+
+
+def test_an_empty_continuation_is_certain_and_one_longer_than_the_model_is_refused(opened):
+    """The first ended in a traceback, and of the second only the end was scored."""
+    scorer, context = Scorer(opened, 4), [opened.tokenizer.eod_id]
+    [empty, one] = scorer.log_likelihoods([([*context, 3, 4], []), ([*context, 3, 4], [5])])
+    assert empty == (0.0, True) and one[0] < 0
+    with pytest.raises(DataError, match="a text of 5 tokens is to be scored as a whole, and the model sees 4 at once"):
+        scorer.log_likelihoods([(context, [3, 4]), (context, [3, 4, 5, 6, 7])])
+
+
+def test_a_task_whose_answers_leave_no_room_for_questions_is_refused(opened, monkeypatch):
+    """Every question was cut to its last token without a word. (The harness itself is in tests/clients.)"""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["lm_eval"].simple_evaluate = sys.modules["lm_eval.tasks"].TaskManager = None
+    sys.modules["lm_eval.api.model"].TemplateLM = object
+    monkeypatch.delitem(sys.modules, "pretrain.evaluation.harness", raising=False)
+    from pretrain.evaluation.harness import HarnessModel
+
+    monkeypatch.delitem(sys.modules, "pretrain.evaluation.harness")
+
+    def answers(most: int) -> list[str]:
+        request = types.SimpleNamespace(args=("a b c d e f", {"max_gen_toks": most}))
+        return HarnessModel(Scorer(opened)).generate_until([request])
+
+    assert len(answers(LENGTH - 1)) == 1
+    with pytest.raises(ConfigError, match="a task generates 16 tokens, and the model knows 16 positions, so no room is left"):
+        answers(LENGTH)
 
 
 def test_lengths_that_a_model_does_not_know_and_texts_without_tokens_are_errors(opened):

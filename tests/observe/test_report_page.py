@@ -170,7 +170,7 @@ def test_the_page_needs_no_network_and_a_name_in_it_is_no_code(tmp_path, capsys)
     assert data["differences"] == {"optim.lr": ["0.0005", "0.001"]}
     [change] = data["runs"][0]["changes"]
     assert change == {"step": 40, "keys": {"optim.lr": ["0.001", "0.0005"]}}
-    assert data["runs"][0]["facts"]["validation, <script>"] == "3.0000 nats per token"
+    assert data["runs"][0]["facts"]["validation, <script>"].startswith("3.0000 nats per token at step ")
     assert data["runs"][0]["environment"] == {"platform": "Slurm job 7"}
 
 
@@ -404,6 +404,6 @@ def test_a_run_that_diverged_is_shown(tmp_path, capsys):
     (run / "starts.jsonl").write_text(start(0, "10:00:00", run={"steps": 200}, parallel={"strategy": "ddp"}))
     (run / "status.json").write_text('{"state": "fail')  # as a reader of a network file system may see it
     assert tool("report").main([str(run), "--output", str(tmp_path / "page.html")]) == 0
-    assert "validation   books: not finite at step 110" in capsys.readouterr().out
+    assert "validation, books     not finite nats per token at step 110\n" in capsys.readouterr().out
     assert tool("watch").main([str(run), "--once"]) == 0
     assert "not finite at step 110" in capsys.readouterr().out

@@ -25,11 +25,10 @@ from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError
 from pretrain.observe import trackers
-from pretrain.observe.background import InBackground, Tracker
+from pretrain.observe.background import InBackground, Tracker, arrived_step, kept_id
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import JsonLines, Sinks
-from pretrain.observe.tracker_file import arrived_step, kept_id
 from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, own_sinks
 
 SAMPLES = {"The capital of France is": " Paris,\nwhich", 'a "b" <c>': " é"}
@@ -118,6 +117,35 @@ def test_a_run_of_weights_and_biases_goes_on_after_a_restart(tmp_path, monkeypat
     assert about == {("tests", "team", "sizes", "small")}
     assert [sample_table(file) for file in files] == [{"columns": ["step", "prompt", "continuation"], "data": ROWS}] * 2
     assert codes == [1, 0]  # asked to stop before its last step, then finished
+
+
+def test_a_start_with_no_step_left_leaves_the_entry_finished(tmp_path, monkeypatch):
+    """Weights & Biases went by the lines of this start: the entry of a finished run became a preempted one with exit code 1."""
+    said = []
+
+    class Run:
+        resumed, summary, config = True, {"step": 4}, types.SimpleNamespace(update=lambda *_, **options: None)
+
+        def define_metric(self, *_, **options):
+            pass
+
+        def log(self, numbers):
+            said.append(numbers["step"])
+
+        def mark_preempting(self):
+            said.append("preempting")
+
+        def finish(self, exit_code):
+            said.append(exit_code)
+
+    fake = types.ModuleType("wandb")
+    fake.init, fake.Settings = lambda **options: Run(), lambda **options: None
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = make(tmp_path / "run", config_of(wandb=WandbLog(project="tests")))
+    starts(WeightsAndBiases, tmp_path / "run", config, [(5, 4)])
+    assert said == [0]
+    starts(WeightsAndBiases, tmp_path / "run", config, [(4, 3), (4, 4)])  # stopped before its last step, then finished
+    assert said == [0, "preempting", 1, 4, 0]
 
 
 def sample_table(file: Path) -> dict:

@@ -21,7 +21,7 @@ from pretrain.distributed.roll_call import roll
 from pretrain.distributed.standing import Mark, Standing
 from pretrain.observe import rank_file
 from pretrain.observe.rank_file import RankFile
-from pretrain.observe.watch_ranks import rank_parts
+from pretrain.observe.watch import rank_parts
 from pretrain.run import main
 from pretrain.train.callbacks import Callback
 

@@ -38,11 +38,10 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     from pretrain.config.load import load_config
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
-    from pretrain.models import attention, decoder
+    from pretrain.models import attention, decoder, network_without_values
     from pretrain.models.decoder import Decoder, count_parameters
     from pretrain.parallel.layout import plan_layout
     from pretrain.parallel.strategy import Strategy
-    from pretrain.train.plan import network_without_values
     from pretrain.train.resolve import resolve
 
     torch._dynamo.reset()

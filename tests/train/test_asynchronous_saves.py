@@ -180,10 +180,10 @@ def failing(what: str, config_file: str, *overrides: str) -> tuple[int, str]:
         return slowly(0.3, None, config_file, *overrides, run=partial(with_bad_steps, [4]))
     if what == "validation data that cannot be read":
 
-        def unreadable(*arguments: object) -> float:
-            arguments[5].agree("reading of validation data", "shard 9 is gone", DataError)
+        def unreadable(evaluation: validation.Evaluation, *arguments: object) -> float:
+            evaluation.ranks.agree("reading of validation data", "shard 9 is gone", DataError)
 
-        with patch.object(validation, "validate", unreadable):
+        with patch.object(validation.Evaluation, "_validate", unreadable):
             return slowly(0.3, None, config_file, *overrides)
     reading = Trainer._next
 

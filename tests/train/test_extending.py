@@ -20,6 +20,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.config.data_schema import Data, ValidationSource
 from pretrain.config.optim_schema import Optim
 from pretrain.config.schema import Config, Translation, Validation
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.evaluation.scores import Scorer
 from pretrain.huggingface.open_model import open_model
@@ -28,7 +29,7 @@ from pretrain.observe.sinks import Sink
 from pretrain.run import main
 from pretrain.train.callbacks import Callback, Callbacks, EarlyStopping, KeepBest, RunHandle, Watched
 from pretrain.train.extensions import Extensions
-from pretrain.train.multiple_choice import MultipleChoice
+from pretrain.train.multiple_choice import MultipleChoice, read_questions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 sys.path.append(str(DOCS))
@@ -544,6 +545,13 @@ def test_choices_are_those_of_the_saved_model_under_any_layout(pool, config_file
             "letters mean",
             "letters centred",
         ]
+
+
+def test_a_question_may_have_any_line_separator_of_unicode_in_it(byte_tokenizer, tmp_path):
+    """Its line was cut there, and was no object."""
+    line = json.dumps({"question": "a\u2028b\u0085c", "choices": ["b", "c"], "answer": 0}, ensure_ascii=False)
+    (tmp_path / "letters.jsonl").write_text(f"{line}\r\n{line}\n", encoding="utf-8")
+    assert len(read_questions(tmp_path / "letters.jsonl", load_tokenizer(byte_tokenizer), 0)) == 2
 
 
 def test_multiple_choice_of_every_0_steps_is_an_error_of_one_line(config_file):

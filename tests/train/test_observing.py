@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import re
@@ -182,7 +183,7 @@ def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
 
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: clock.now)
-    window = metrics.Window()
+    window = metrics.SpeedClock()
     for took, before in ((60.0, 2.0), (4.0, 1.0)):
         clock.now += took + before
         window.add(took, before, 1000)
@@ -452,36 +453,19 @@ def test_device_hours_add_up_over_starts_and_steps_that_were_lost_do_not_count(p
     assert 3600 * last["device_hours"] > status["device_seconds"] + sum(r["seconds"] for r in records[2:])
 
 
-def with_counters(folder: str, config_file: str, *overrides: str) -> tuple[int, str]:
-    """A run on a host whose processor has used 5 J at each look, if `folder` has its counter."""
+def with_counters(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose devices have used 5 J at each look."""
     from pretrain.observe import energy
 
-    package, kept = Path(folder) / "intel-rapl:0", energy.EnergyMeter.__init__.__defaults__
-    package.mkdir(exist_ok=True)
-    for name, text in (("name", "package-0"), ("max_energy_range_uj", "10000000000")):
-        (package / name).write_text(text)
-    number = [0]
-
-    def counted(self: Path, *arguments: object, **named: object) -> str:
-        if self.name != "energy_uj":
-            return read_text(self, *arguments, **named)
-        number[0] += 5_000_000
-        return str(number[0])
-
-    read_text = Path.read_text
-    energy.EnergyMeter.__init__.__defaults__ = (Path(folder),)
-    try:
-        with patch.object(Path, "read_text", counted):
-            return run_main(config_file, *overrides)
-    finally:
-        energy.EnergyMeter.__init__.__defaults__ = kept
+    with patch.object(energy, "_counter_of", lambda device: itertools.count(0, 5).__next__):
+        return run_main(config_file, *overrides)
 
 
-def test_energy_is_that_of_all_hosts_over_the_time_and_tokens_since_the_last_line(pool, config_file, tmp_path):
-    assert [code for code, _ in pool.launch(2, with_counters, str(tmp_path), str(config_file), *SHORT, DDP)] == [0, 0]
+def test_energy_is_that_of_all_devices_over_the_time_and_tokens_since_the_last_line(pool, config_file):
+    assert [code for code, _ in pool.launch(2, with_counters, str(config_file), *SHORT, DDP)] == [0, 0]
     for record in read_metrics(config_file.parent / "runs" / "run"):
-        assert record["joules_per_token"] == pytest.approx(5 / (16 * 32))
-        assert record["watts"] == pytest.approx(5 / record["seconds"], rel=0.2)
+        assert record["joules_per_token"] == pytest.approx(10 / (16 * 32))
+        assert record["watts"] == pytest.approx(10 / record["seconds"], rel=0.2)
 
 
 # ---- what the model writes ----------------------------------------------------------------------------------------------

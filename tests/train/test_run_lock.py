@@ -26,7 +26,7 @@ from pretrain.run import main
 from pretrain.train import run_lock
 from pretrain.train.callbacks import Callback
 from pretrain.train.run_directory import RunDirectory, directory_of
-from pretrain.train.run_lock import RunLock
+from pretrain.train.run_lock import RunLock, sees_token
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,8 @@ def test_a_rank_that_sees_the_lock_late_or_empty_looks_again(tmp_path):
     began = time.monotonic()
     while not main.token and time.monotonic() - began < 0.6:
         time.sleep(0.05)
-    assert not RunDirectory(tmp_path / "elsewhere").sees("x")  # after SIGHT_SECONDS
-    assert RunDirectory(tmp_path).sees(main.token)
+    assert not sees_token(tmp_path / "elsewhere", "x")  # after SIGHT_SECONDS
+    assert sees_token(tmp_path, main.token)
 
 
 @pytest.mark.parametrize("kind", ["flock", "file"])
@@ -253,12 +253,14 @@ def test_a_name_that_is_too_long_is_refused_before_its_folder_exists(tmp_path):
     directory_of(Run(dir=str(tmp_path / "missing"), name="x" * 255))
 
 
-def test_what_a_killed_process_left_of_its_status_is_removed(tmp_path):
+def test_what_a_killed_process_left_of_the_files_that_it_wrote_is_removed(tmp_path):
+    """What was left of ranks.json, which is written every few seconds, stayed for ever."""
     directory = RunDirectory(tmp_path)
-    (tmp_path / ".status.json.0a1b2c3d").write_text("{")
+    for name in ("status", "ranks", "trackers", "identity"):
+        (tmp_path / f".{name}.json.0a1b2c3d").write_text("{")
     directory.claim()
     directory.release()
-    assert not list(tmp_path.glob(".status.json.*"))
+    assert not list(tmp_path.glob(".*.json.*"))
 
 
 def test_a_directory_that_cannot_be_looked_at_is_a_warning(tmp_path, monkeypatch, caplog):

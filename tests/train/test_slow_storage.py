@@ -133,6 +133,17 @@ def test_a_kill_right_after_a_checkpoint_loses_no_line_before_it(pool, config_fi
     assert len(losses(run)) == 6
 
 
+def test_a_kill_right_after_a_checkpoint_loses_no_line_with_statistics_of_layers(pool, config_file, tmp_path):
+    """The start from it made up only for lines of `log.every_steps`."""
+    options = (*SHORT, "log={every_steps: 10, layers_every_steps: 4}", "checkpoint.every_steps=4")
+    [process] = start_ranks(tmp_path, 1, slowly, True, str(config_file), *options)
+    assert process.wait(60) == -signal.SIGKILL, process.printed()
+    run = config_file.parent / "runs" / "run"
+    assert [record["step"] for record in read_metrics(run)] == [1]
+    train(pool, 1, config_file, *options)
+    assert [(record["step"], "gradient_norms" in record) for record in read_metrics(run)] == [(1, False), (4, True), (6, False)]
+
+
 def test_a_stop_by_a_signal_writes_all_lines_before_the_status(config_file, tmp_path):
     run = config_file.parent / "runs" / "run"
     [process] = start_ranks(tmp_path, 1, slowly, False, str(config_file), *SHORT, "run.steps=3000")

@@ -22,11 +22,12 @@ from pretrain.config.load import load_config
 from pretrain.config.optim_schema import Optim, ParameterGroup, RateStage, Schedule
 from pretrain.config.read import read_file
 from pretrain.config.schema import Batch, BatchStage, Config, Run
+from pretrain.config.written import from_recorded
 from pretrain.distributed.ranks import choose_device
 from pretrain.errors import LaunchError
 from pretrain.optim.schedule import learning_rate
 from pretrain.run import main
-from pretrain.train.identity import differences, setting_changes
+from pretrain.train.identity import difference_lines, setting_changes
 from pretrain.train.resolve import resolve, tokens_as_steps
 
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
@@ -100,7 +101,7 @@ NEEDS_CONSENT = {
 
 def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     """T-D9: a resume accepted another optimizer, loss, precision, seed and schedule without a word."""
-    saved = read_file(run / "checkpoints" / "step-00000004" / "config.yaml").values
+    saved = from_recorded(read_file(run / "checkpoints" / "step-00000004" / "config.yaml").values, "config.yaml")
     for key, override in NEEDS_CONSENT.items():
         changed, _ = load_config(config_file, [*COSINE, override])
         assert {change.consent for change in setting_changes(saved, resolve(changed), 4)} == {key}
@@ -185,7 +186,7 @@ def config(steps: int, **schedule) -> Config:
 ])  # fmt: skip
 def test_a_schedule_may_change_where_the_steps_taken_keep_their_learning_rates(old, new, step, refused):
     """T-D9: extending run.steps re-shaped a cosine retroactively, in silence."""
-    changes = setting_changes(dataclasses.asdict(old), new, step)
+    changes = setting_changes(old, new, step)
     assert [change.name for change in changes] == refused
     curves = [
         [learning_rate(c.schedule, 1.0, c.run.steps, n) for n in range(1, step + 1)] for c in (old, new)
@@ -202,7 +203,7 @@ def test_the_same_past_written_otherwise_is_no_other_past():
     old = piecewise(RateStage(7, 0.1))
     for cut in range(1, 7):
         new = piecewise(RateStage(cut, 1 + (0.1 - 1) * cut / 7), RateStage(9, 0.05))
-        assert setting_changes(dataclasses.asdict(old), new, cut) == []
+        assert setting_changes(old, new, cut) == []
 
 
 @pytest.mark.parametrize("place", [1234, 4321, 8888])
@@ -210,7 +211,7 @@ def test_one_step_of_the_past_that_differs_is_found(place):
     """A thousand points of a longer past missed it."""
     old = piecewise(RateStage(9000, 1.0, "constant"))
     new = piecewise(RateStage(place, 1.0, "constant"), RateStage(1, 0.5, "constant"), RateStage(9000, 1.0, "constant"))
-    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 9000)}
+    [text] = {change.consequence for change in setting_changes(old, new, 9000)}
     assert text == f"the learning rate of step {place + 1} would be 0.00015 instead of 0.0003"
 
 
@@ -228,23 +229,23 @@ def test_the_step_that_a_message_names_shows_the_difference(config_file, tmp_pat
         Config(schedule=Schedule(name="piecewise", stages=[RateStage(4, ratio), RateStage(2, 0.1)]), run=Run(steps=steps))
         for ratio, steps in ((0.5, 7), (0.6, 9))
     )
-    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6)}
+    [text] = {change.consequence for change in setting_changes(old, new, 6)}
     assert text == "the learning rate of step 5 would be 0.000105 instead of 9e-05"
 
 
 def test_a_warmup_that_was_shortened_to_the_run_is_said_to_be():
     """A newcomer had written 30 both times, and was told that 12 had become 24."""
     old, new = (Config(schedule=Schedule(warmup_steps=min(30, steps)), run=Run(steps=steps)) for steps in (12, 24))
-    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6) if change.name == "schedule.warmup_steps"}
+    [text] = {change.consequence for change in setting_changes(old, new, 6) if change.name == "schedule.warmup_steps"}
     assert text.endswith(" (a warmup longer than the run is shortened to run.steps, which has changed)")
     old, new = (Config(schedule=Schedule(warmup_steps=warmup), run=Run(steps=24)) for warmup in (5, 8))
-    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6)}
+    [text] = {change.consequence for change in setting_changes(old, new, 6)}
     assert "shortened" not in text
 
 
 def test_a_key_that_is_absent_on_one_side_and_null_on_the_other_is_no_change(config_file):
     old, new = Config(), Config(optim=Optim(groups=[ParameterGroup("norm.*", 0.5)]))
-    names = [change.name for change in setting_changes(dataclasses.asdict(old), new, 4)]
+    names = [change.name for change in setting_changes(old, new, 4)]
     assert names == ["optim.groups.0.pattern", "optim.groups.0.lr_scale"]
 
 
@@ -261,19 +262,20 @@ def test_a_number_of_tokens_is_accepted_by_the_name_of_its_key(config_file, run)
 def test_a_ramp_that_begins_in_mid_run_leaves_a_cosine_in_tokens_as_it_was():
     """By steps, the past would have had other rates."""
     written = Config(run=Run(tokens=20480), schedule=Schedule(warmup_tokens=1024), batch=Batch(4), data=Data(sequence_length=32))
-    saved = dataclasses.asdict(tokens_as_steps(written))
+    saved = tokens_as_steps(written)
     ramped = dataclasses.replace(written, batch=Batch(16, ramp=[BatchStage(5120, 4)]))
     names = [change.name for change in setting_changes(saved, tokens_as_steps(ramped), 40)]
     assert names == ["batch.sequences", "batch.ramp.0.until_tokens", "batch.ramp.0.sequences"]
 
 
 def test_a_key_that_is_new_since_the_checkpoint_had_its_default(config_file, run):
-    saved = dataclasses.asdict(Config())
-    del saved["optim"]["skip_nonfinite"], saved["loss"]
-    assert differences(saved, Config()) == [] == setting_changes(saved, Config(), 10)
+    recorded = dataclasses.asdict(Config())
+    del recorded["optim"]["skip_nonfinite"], recorded["loss"]
+    saved = from_recorded(recorded, "config.yaml")
+    assert difference_lines(saved, Config()) == [] == setting_changes(saved, Config(), 10)
     changed = Config()
     changed.loss.z_loss = 0.1
-    assert differences(saved, changed) == ["loss.z_loss: 0.0 -> 0.1"]
+    assert difference_lines(saved, changed) == ["loss.z_loss: 0.0 -> 0.1"]
     assert [change.name for change in setting_changes(saved, changed, 10)] == ["loss.z_loss"]
 
 

@@ -15,9 +15,9 @@ from benchmarks.products import FORMATS
 from torch import nn
 
 from pretrain.config.schema import Config
+from pretrain.models import network_without_values
 from pretrain.observe.flops import peak_flops
 from pretrain.train.number_format import drawn, training_product
-from pretrain.train.plan import network_without_values
 
 SQUARES = {"cpu": (512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
 TOKENS = {"cpu": 1024, "cuda": 16384}

@@ -20,10 +20,10 @@ from pretrain.checkpoint.retention import retire
 from pretrain.checkpoint.save import Saving, write_checkpoint
 from pretrain.config.load import load_config
 from pretrain.distributed.ranks import Ranks
+from pretrain.models import network_without_values
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.parallel.initialise import initialise
 from pretrain.storage import flush
-from pretrain.train.plan import network_without_values
 
 
 def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Tensor]:

@@ -9,9 +9,9 @@ import torch
 from benchmarks.measure import Options, Row, in_turns, require
 
 from pretrain.config.load import load_config
+from pretrain.models import network_without_values
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.parallel.initialise import initialise
-from pretrain.train.plan import network_without_values
 from pretrain.train.resolve import resolve
 
 NAMES = ("adamw", "lion", "muon", "adafactor", "schedule_free_adamw")

@@ -302,7 +302,7 @@ def _assembled(
     root = directory.begin_assembly()
     names = SPLITS if settings.validation_fraction else (".",)
     manifests = {}
-    with CorpusProgress("assembling", total=2 * total["tokens"]) as progress:
+    with CorpusProgress("assembling", 2 * total["tokens"], " tokens") as progress:
         on_tokens = functools.partial(progress.add, 0, 0, 0)
         for number, name in enumerate(names):
             selection = Selection(parts, bool(number) if len(names) > 1 else None, duplicates)

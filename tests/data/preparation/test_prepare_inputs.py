@@ -345,6 +345,16 @@ def test_what_a_tokenizer_cannot_express_and_gaps_in_tables_are_rows_that_may_be
     assert (result.invalid_documents, contents(tmp_path / "c")[0]) == (3, ["\x01", "\x03"])
 
 
+@pytest.mark.parametrize("option", ["text_field", "ids_field"])
+def test_a_table_without_a_column_names_the_option_that_asked_for_it(tmp_path, byte_tokenizer, option):
+    """It was --text-field for a column of ids as well."""
+    table = pa.table({"a": ["x"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", write_arrow(tmp_path / "a.arrow", table, stream=True)):
+        with pytest.raises(DataError, match=rf"no column 'b'; it has: a\. Name one with --{option.replace('_', '-')}"):
+            prepare([str(path)], byte_tokenizer, tmp_path / "out", **{option: "b"})
+
+
 def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
     """D-D9: what is no text is refused with the reader to use, or left out."""
     parquet = io.BytesIO()

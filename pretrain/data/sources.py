@@ -45,9 +45,17 @@ def with_prepared_text(config: Config) -> Config:
     try:
         prepared = _prepared_text(data.text, cache_folder(data))
     except (ConfigError, DataError) as error:
-        raise type(error)(f"data.text: {error}") from error
+        raise type(error)(f"data.text: {_by_keys(str(error))}") from error
     sources = [Source(str(prepared), name="text")]
     return dataclasses.replace(config, data=dataclasses.replace(data, text=Text(), sources=sources))
+
+
+def _by_keys(message: str) -> str:
+    """A message of the preparation with keys of the configuration in place of options; there is none to leave rows out."""
+    from pretrain.data.preparation.text_inputs import CORRECT_IT, LEAVE_OUT
+
+    named = {LEAVE_OUT: CORRECT_IT, "--text-field": "data.text.text_field", "--documents": "data.text.documents"}
+    return functools.reduce(lambda said, option: said.replace(option, named[option]), named, message)
 
 
 def _prepared_text(text: Text, cache: Path) -> Path:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10
 _PART, _MOST_PARTS = 16 << 20, 9000  # of a file that is written; S3 takes 10,000
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::.*://)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,6 +164,14 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     return [InputFile.found_at(name) for name in sorted(_once(found))]
 
 
+def folders_taken(pattern: str) -> list[str]:
+    """The local folders of which `find_inputs` takes every file, also below them: `DIR`, `DIR/**` or `DIR/**/*`."""
+    if os.path.isdir(pattern):
+        return [pattern]
+    above, stars, below = pattern.partition("**")
+    return glob.glob(above or ".") if stars and below in ("", "/", "/*") else []
+
+
 def _is_file(path: str) -> bool:
     """Whether it is a regular file. Raises DataError for a link to nothing, as a data set that was fetched in part has."""
     if os.path.islink(path) and not os.path.exists(path):

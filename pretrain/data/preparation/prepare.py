@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pretrain.data.preparation.assemble import Selection, assemble, find_duplicates
 from pretrain.data.preparation.encode import Encoder
-from pretrain.data.preparation.inputs import InputFile, find_inputs
+from pretrain.data.preparation.inputs import InputFile, find_inputs, folders_taken
 from pretrain.data.preparation.parts import PartSummary, UnitParts
 from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
@@ -219,7 +219,7 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
 def _check_place(inputs: Sequence[str] | Sequence[InputFile], output: str | Path) -> None:
     """Refuse an output that the same command, or another task, would take for input."""
     place = real(Path(output))
-    for folder in (item for item in inputs if isinstance(item, str) and Path(item).is_dir()):
+    for folder in (folder for item in inputs if isinstance(item, str) for folder in folders_taken(item)):
         if place.is_relative_to(real(Path(folder))):
             raise ConfigError(
                 f"--output {output} lies in the input folder {folder}, and the next start would take it for input; choose a place outside of it"

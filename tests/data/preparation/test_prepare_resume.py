@@ -471,8 +471,9 @@ def test_an_output_among_the_inputs_is_refused_before_anything_is_written(traine
     (corpus / "a.txt").write_text("some text\n")
     (tmp_path / "link").symlink_to(corpus)
     for folder, output in ((corpus, corpus / "deep" / "out"), (corpus, tmp_path / "link" / "out"), (tmp_path / "link", corpus / "out"), (corpus, corpus)):
-        with pytest.raises(ConfigError, match=f"--output {output} lies in the input folder {folder}, .* choose a place outside of it"):
-            prepare([str(folder)], trained["bpe"], output)
+        for pattern in ("", "/**", "/**/*"):
+            with pytest.raises(ConfigError, match=f"--output {output} lies in the input folder {folder}/?, .* choose a place outside of it"):
+                prepare([f"{folder}{pattern}"], trained["bpe"], output)
     assert [path.name for path in corpus.iterdir()] == ["a.txt"]
     prepare([str(corpus / "*.txt")], trained["bpe"], corpus / "out")  # a pattern that no file of it matches
     prepare([str(corpus / "*.txt")], trained["bpe"], corpus / "out")

@@ -454,9 +454,9 @@ def test_names_are_joined_to_every_kind_of_url():
     assert join("https://h/d?sig=1", "x") == "https://h/d/x?sig=1"
     assert join("zip://d::s3://b/f.zip", "x") == "zip://d/x::s3://b/f.zip"
     assert join("simplecache::s3://b/d", "x") == "simplecache::s3://b/d/x"
-    assert [is_url(path) for path in ("s3://b", "simplecache::s3://b", "/a/b", "a/b", "C:/x", Path("/a"), "a//b")] == [
+    assert [is_url(path) for path in ("s3://b", "simplecache::s3://b", "/a/b", "a/b", "C:/x", Path("/a"), "a//b", "std::vec.txt")] == [
         True
-    ] * 2 + [False] * 5
+    ] * 2 + [False] * 6
 
 
 def test_no_secret_of_a_url_is_shown():

@@ -164,7 +164,7 @@ def _of_pairs(path: str) -> Iterator[_Found]:
 
 def _of_run(folder: Path) -> Iterator[_Found]:
     configs = {repr(stretch.config.data): stretch.config for stretch in History.read(folder).stretches}
-    for data in (with_prepared_text(config).data for config in configs.values()):
+    for data in (with_prepared_text(config, make=False).data for config in configs.values()):
         if data.pairs is not None:
             for path in [data.pairs, *(source.path for source in data.validation)]:
                 yield from _of_pairs(path)

@@ -164,7 +164,7 @@ class WorkDirectory:
 
     @property
     def parts_directory(self) -> Path:
-        return self.path / _parts_name(self._plan)
+        return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
 
     def parts(self, plan: PreparationPlan) -> UnitParts:
         return UnitParts(self.parts_directory, DTYPES[dtype_for(plan.tokenizer.vocab_size)], plan.settings.deduplicate)
@@ -195,10 +195,6 @@ class WorkDirectory:
         self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
             self.path.rmdir()  # a folder that --work names stays: it is the user's
-
-
-def _parts_name(plan: Path) -> str:
-    return f"{_PARTS}{sha256_of(plan)[:16]}"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ processes, machines and interruptions. Memory is a batch per process, plus the l
 
 A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction. Nothing else
 decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only adds to validation. A
-corpus of one plain text file is one document, and is cut instead: its end is the validation split.
+few plain text files would be too few documents for that: the end of each is the validation split.
 
 Unusable rows (not UTF-8, not JSON, no text, ids or characters that the tokenizer lacks) are left out, up to `max_invalid` in the
 whole preparation. They are counted in the manifest and listed in invalid.jsonl.
@@ -318,9 +318,7 @@ def _assembled(
 def _empty_split(name: str, documents: int, plan: PreparationPlan) -> str:
     if plan.cuts_tail:
         part = "end" if name == SPLITS[1] else "beginning"
-        if len(plan.inputs) == 1:
-            return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
-        return f"the {name} split is empty: the {part} of each of the {len(plan.inputs)} files is too short, blank, invalid or a duplicate; choose another --validation-fraction"
+        return f"the {name} split is empty: the {part} of every text file is too short, blank, invalid or a duplicate; choose another --validation-fraction"
     return (
         f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction "
         f"{plan.settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file of plain "
@@ -346,13 +344,9 @@ def _do_units(
     if plan.cuts_tail:
         share = f"{plan.settings.validation_fraction:.4g}"
         where = "from the next line on, or else from the next word or character"
-        if len(plan.inputs) == 1:
-            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
-        else:
-            count = len(plan.inputs)
-            _say(
-                f"{count} text files, too few for a share of {share} of them: the end of each, so much of it, is the validation split, {where}"
-            )
+        _say(
+            f"too few text files for a share of {share} of them: the end of each, so much of it, is the validation split, {where}"
+        )
     parts.remove_leftovers(units)
     settings, finished, done = plan.settings, parts.finished(), []
     todo = {unit: pieces for unit, pieces in enumerate(plan.pieces) if unit in units and unit not in finished}
@@ -363,9 +357,7 @@ def _do_units(
     if finished:
         _say(f"continuing: {len(finished)} of {len(plan.units)} units of work are finished")
     jobs = [
-        UnitJob(
-            unit, pieces, settings, tokenizer, plan.tokenizer, chosen, plan.cuts_tail, len(plan.inputs) == 1, parts.directory
-        )
+        UnitJob(unit, pieces, settings, tokenizer, plan.tokenizer, chosen, plan.cuts_tail, parts.directory)
         for unit, pieces in todo.items()
     ]
     total = sum(piece.size for pieces in todo.values() for piece in pieces)

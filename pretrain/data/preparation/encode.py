@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice, product
 from random import Random
@@ -41,14 +40,12 @@ from pretrain.errors import DataError
 class Encoder:
     """A tokenizer, with the end-of-document id after each document, and fill-in-the-middle on request.
 
-    The ids of a document depend on its text alone, not on its batch. Memory is a few times the longest text. `seconds` is the
-    time spent inside the tokenizer so far.
+    The ids of a document depend on its text alone, not on its batch. Memory is a few times the longest text.
     """
 
     def __init__(self, tokenizer: Tokenizer, fim_rate: float = 0.0, fim_spm_rate: float = 0.0) -> None:
         self.tokenizer = tokenizer
         self.dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
-        self.seconds = 0.0
         self._end = np.array([tokenizer.eod_id], dtype=self.dtype)
         texts = LongTexts(tokenizer, self.dtype)
         self._encode = FillInMiddle(texts, fim_rate, fim_spm_rate).encode if fim_rate else texts.encode_arrays
@@ -60,17 +57,11 @@ class Encoder:
         """
         parts: list[np.ndarray] = []
         for is_text, run in groupby(documents, lambda document: isinstance(document, str)):
-            for ids in self._timed(list(run)) if is_text else map(self._checked, run):
+            for ids in self._encode(list(run)) if is_text else map(self._checked, run):
                 parts += [ids, self._end]
         lengths = np.fromiter((len(ids) + 1 for ids in parts[::2]), dtype=np.int64, count=len(documents))
         tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else np.empty(0, self.dtype)
         return tokens, lengths
-
-    def _timed(self, texts: list[str]) -> list[np.ndarray]:
-        begin = time.perf_counter()
-        encoded = self._encode(texts)
-        self.seconds += time.perf_counter() - begin
-        return encoded
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         size = self.tokenizer.vocab_size

@@ -63,8 +63,8 @@ class PreparedSplit:
 class Preparation:
     """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
 
-    The counts cover the whole preparation; `byte_order_marks` were removed. `seconds`, the rates (MB of text) and `tokenizer_share`
-    cover this start, and are 0 if it tokenized nothing. `tokenizer_share` is the part of all processes' time inside the tokenizer.
+    The counts cover the whole preparation; `byte_order_marks` were removed. `seconds` and the rate (MB of text) cover
+    this start, and are 0 if it tokenized nothing.
     `repeated`: the same command had made the output before.
     """
 
@@ -76,8 +76,6 @@ class Preparation:
     seconds: float
     repeated: bool = False
     megabytes_per_second: float = 0.0
-    megabytes_per_second_per_core: float = 0.0
-    tokenizer_share: float = 0.0
 
     def __str__(self) -> str:
         where = " and ".join(str(split) for split in self.splits)
@@ -91,10 +89,7 @@ class Preparation:
         if self.repeated:
             return f"nothing to do: the same command has prepared {where}; {left_out}"
         text = f"prepared {where}; {left_out}; {self.seconds:.1f} s"
-        if not self.megabytes_per_second:
-            return text
-        rates = f"{self.megabytes_per_second:.1f} MB/s, {self.megabytes_per_second_per_core:.1f} MB/s per core"
-        return f"{text}, {rates}, {self.tokenizer_share:.0%} of it in the tokenizer"
+        return f"{text}, {self.megabytes_per_second:.1f} MB/s" if self.megabytes_per_second else text
 
 
 @dataclass(frozen=True)
@@ -170,10 +165,7 @@ def prepare(
             result = _assembled(directory, plan, parts, pool, settings.max_invalid)
     seconds = time.monotonic() - begin
     rate = sum(summary.bytes for summary in done) / MEGABYTE / max(seconds, 1e-9)
-    share = sum(summary.encode_seconds for summary in done) / max(seconds * workers, 1e-9)
-    return dataclasses.replace(
-        result, seconds=seconds, megabytes_per_second=rate, megabytes_per_second_per_core=rate / workers, tokenizer_share=share
-    )
+    return dataclasses.replace(result, seconds=seconds, megabytes_per_second=rate)
 
 
 def merge(

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +70,8 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 
 
 def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
-    begin, settings = time.perf_counter(), job.settings
+    settings = job.settings
     encoder = load_encoder(job.tokenizer_path, job.tokenizer, job.engine, settings.fim_rate, settings.fim_spm_rate)
-    encode_begin = encoder.seconds
     with PartWriter(job.parts, job.unit, encoder.dtype, settings.deduplicate) as part:
         unit = _Unit(job, encoder)
         consumed = 0
@@ -86,9 +84,7 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
                 part.add(tokens, lengths, **columns)
             report((len(batch), len(tokens), sum(document.bytes for document in batch), unit.consumed - consumed))
             consumed = unit.consumed
-        counts = {name: value for name, value in vars(unit.tally).items() if name != "consumed"}
-        seconds = time.perf_counter() - begin
-        return part.finish(**counts, seconds=seconds, encode_seconds=encoder.seconds - encode_begin)
+        return part.finish(**{name: value for name, value in vars(unit.tally).items() if name != "consumed"})
 
 
 def sample_texts(units: Sequence[Sequence[Piece]], settings: Settings, end_id: int) -> Iterator[str]:

@@ -32,8 +32,8 @@ import numpy as np
 
 from pretrain.data.preparation.documents import Content
 from pretrain.data.shards.manifest import DTYPES, dtype_for
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS, batches_of, load_with, vocabulary_texts
-from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, refuse_surrogates
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, TiktokenTokenizer, batches_of, vocabulary_texts
+from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, load_tokenizer, refuse_surrogates
 from pretrain.errors import DataError
 
 
@@ -74,10 +74,10 @@ class Encoder:
 @functools.lru_cache(maxsize=1)
 def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
     """The encoder of this process. Raises DataError if the tokenizer at `path` is no longer the expected one."""
-    tokenizer = load_with(engine, path)
-    if identity_of(tokenizer) != expected:
+    library = load_tokenizer(path)
+    if identity_of(library) != expected:
         raise DataError(f"{path}: the tokenizer was changed during the preparation; start again with --restart")
-    return Encoder(tokenizer, fim_rate, fim_spm_rate)
+    return Encoder(TiktokenTokenizer(library) if engine == "tiktoken" else library, fim_rate, fim_spm_rate)
 
 
 # ---- long texts --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,6 @@ def prepare(
     task: int | None = None,
     tasks: int = 1,
     restart: bool = False,
-    engine: str = "auto",
     unit_bytes: int | None = None,
     **options: object,
 ) -> Preparation | FinishedTask:
@@ -130,8 +129,7 @@ def prepare(
     needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
     If the process is killed or fails, finished work stays in the `work` directory (default: hidden, beside `output`). The next
-    call with the same arguments finds it; `restart` deletes it first. `engine` (see `choose_engine`) and `workers` change no
-    byte of the output. `unit_bytes` is for tests.
+    call with the same arguments finds it; `restart` deletes it first. `workers` changes no byte of the output. `unit_bytes` is for tests.
 
     Raises ConfigError for an argument out of range. Raises DataError for a problem with the files, an output that exists, and
     work that was begun with other inputs or options. `output` appears complete or not at all.
@@ -155,7 +153,7 @@ def prepare(
         with ProcessPool(workers) as pool:
             units = range(task or 0, len(plan.units), tasks)
             try:
-                done = _do_units(plan, parts, pool, units, str(tokenizer), engine)
+                done = _do_units(plan, parts, pool, units, str(tokenizer))
             except DataError:
                 if task is None and not parts.finished():
                     directory.restart()  # nothing is lost, and another attempt can begin
@@ -330,7 +328,7 @@ def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
 
 
 def _do_units(
-    plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str, engine: str
+    plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str
 ) -> list[PartSummary]:
     """Do the `units` that are not finished. Return what was done."""
     if plan.cuts_tail:
@@ -345,7 +343,7 @@ def _do_units(
     chosen = "library"
     if todo and not settings.ids_field:
         sample = sample_texts(list(todo.values()), settings, plan.tokenizer.eod_id)
-        chosen = choose_engine(tokenizer, sample, engine).engine
+        chosen = choose_engine(tokenizer, sample).engine
     if finished:
         _say(f"continuing: {len(finished)} of {len(plan.units)} units of work are finished")
     jobs = [

@@ -425,7 +425,7 @@ def test_the_same_command_again_is_a_success_and_another_is_refused(inputs, trai
     before = files_of(tmp_path / "out")
     for attempt in (
         lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS),
-        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, workers=2, engine="library", max_invalid=5),
+        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, workers=2, max_invalid=5),
         lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, restart=True),
         lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=0, tasks=3),
         lambda: merge(tmp_path / "out"),

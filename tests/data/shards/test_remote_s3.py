@@ -231,7 +231,7 @@ def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
     monkeypatch.setattr("pretrain.transfer.Patience", lambda: QUICK)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         proxy.faults[f"text/{name}"] = list(faults)
-    prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000, engine="library")
+    prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000)
     assert texts_in(tmp_path / "out") == corpus_on_s3
     assert not any(proxy.faults.values())
 

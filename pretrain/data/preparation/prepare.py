@@ -115,7 +115,6 @@ def prepare(
     output: str | Path,
     *,
     workers: int = 1,
-    work: str | Path | None = None,
     task: int | None = None,
     tasks: int = 1,
     restart: bool = False,
@@ -128,8 +127,8 @@ def prepare(
     and `validation`, which appear together. With `workers` above 1 that many spawned processes do the work, so the calling script
     needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
-    If the process is killed or fails, finished work stays in the `work` directory (default: hidden, beside `output`). The next
-    call with the same arguments finds it; `restart` deletes it first. `workers` changes no byte of the output. `unit_bytes` is for tests.
+    If the process is killed or fails, finished work stays in a hidden directory beside `output`. The next call with the same
+    arguments finds it; `restart` deletes it first. `workers` changes no byte of the output. `unit_bytes` is for tests.
 
     Raises ConfigError for an argument out of range. Raises DataError for a problem with the files, an output that exists, and
     work that was begun with other inputs or options. `output` appears complete or not at all.
@@ -141,9 +140,9 @@ def prepare(
     begin = time.monotonic()
     if manifests := _manifests(output):
         plan, _ = _planned(inputs, tokenizer, settings, unit_bytes)
-        return _repeated(manifests, output, work, plan, tidy=task is None)
+        return _repeated(manifests, output, plan, tidy=task is None)
     own = None if task is None else (task, tasks)
-    with WorkDirectory.locked(output, work, own) as directory:
+    with WorkDirectory.locked(output, own) as directory:
         refuse_existing(directory.output)
         if restart:
             directory.restart()
@@ -166,9 +165,7 @@ def prepare(
     return dataclasses.replace(result, seconds=seconds, megabytes_per_second=rate)
 
 
-def merge(
-    output: str | Path, *, work: str | Path | None = None, workers: int = 1, max_invalid: int | None = None
-) -> Preparation:
+def merge(output: str | Path, *, workers: int = 1, max_invalid: int | None = None) -> Preparation:
     """Put the tasks' work together into the output. `max_invalid`: by default that of the first task.
 
     Raises DataError naming the tasks that have not finished, and in the cases in which `prepare` does.
@@ -176,8 +173,8 @@ def merge(
     _check_division(workers, None, 1, False)
     begin = time.monotonic()
     if manifests := _manifests(output):
-        return _repeated(manifests, output, work, None, tidy=True)
-    with WorkDirectory.locked(output, work) as directory:
+        return _repeated(manifests, output, None, tidy=True)
+    with WorkDirectory.locked(output) as directory:
         refuse_existing(directory.output)
         plan = directory.read_plan()
         parts = directory.parts(plan)
@@ -232,15 +229,13 @@ def _manifests(output: str | Path) -> dict[Path, Manifest]:
     return {Path(output) / name: read_manifest(Path(output) / name) for name in names}
 
 
-def _repeated(
-    manifests: dict[Path, Manifest], output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool
-) -> Preparation:
+def _repeated(manifests: dict[Path, Manifest], output: str | Path, plan: PreparationPlan | None, tidy: bool) -> Preparation:
     """The existing output of the same `plan` (None: of the plan in the remaining work, if any). `tidy`: remove the work.
 
     Raises DataError for an output of another plan.
     """
     made_by = {manifest.plan_sha256 for manifest in manifests.values()}
-    left = WorkDirectory(Path(output), work)
+    left = WorkDirectory(Path(output))
     if plan is None and left.begun:
         plan = left.read_plan()
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
@@ -248,7 +243,7 @@ def _repeated(
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.path.exists():
         # The work remains if a start was killed between its last two steps. A process that holds it removes it itself.
-        with contextlib.suppress(DataError), WorkDirectory.locked(output, work) as directory:
+        with contextlib.suppress(DataError), WorkDirectory.locked(output) as directory:
             if directory.begun and directory.read_plan().sha256 in made_by:
                 directory.remove()
     return dataclasses.replace(_outcome(manifests), repeated=True)

@@ -241,12 +241,12 @@ def test_a_path_through_a_link_and_back_means_the_same_as_to_the_system(tmp_path
         for name in ("a.txt", "data/b.txt"):
             Path(folder, name).write_text(text)
     for number, pattern in enumerate(("link/../a.txt", "link/../*.txt", "link/../data")):
-        prepare([pattern], byte_tokenizer, f"link/../out{number}", work="link/../work" if number else None)
+        prepare([pattern], byte_tokenizer, f"link/../out{number}")
         data = PreparedData.open(f"link/../out{number}")
         assert bytes(data.read(0, data.tokens - 1).tolist()) == b"right"
     with staged_directory(Path("link/../staged")) as stage:
         stage.joinpath("x").touch()
-    assert sorted(path.name for path in Path("elsewhere").iterdir() if path.is_dir()) == ["data", "folder", "out0", "out1", "out2", "staged", "work"]
+    assert sorted(path.name for path in Path("elsewhere").iterdir() if path.is_dir()) == ["data", "folder", "out0", "out1", "out2", "staged"]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path, byte_tokenizer):
@@ -568,7 +568,6 @@ def test_urls_that_cannot_be_read_are_one_line(tmp_path, byte_tokenizer, capsys,
             2,
             "--output s3://bucket/out: is a URL; name a directory on a local",
         ),
-        (["--input", "a.txt", "--output", "out", "--work", "gs://b/w"], 2, "--work gs://b/w: is a URL"),
         (
             ["--input", "a.txt", "--output", "out", "--tokenizer", "s3://b/t"],
             1,

@@ -76,13 +76,12 @@ def test_any_number_of_workers_gives_the_same_bytes(inputs, trained, straight, t
 
 @pytest.mark.parametrize("tasks", [1, 2, 3, 100])
 def test_any_number_of_tasks_and_a_merge_give_the_same_bytes(inputs, trained, straight, tmp_path, tasks):
-    work = tmp_path / "work" if tasks == 2 else None
     for task in reversed(range(tasks)):
-        done = prepare(inputs, trained["bpe"], tmp_path / "out", work=work, task=task, tasks=tasks, **OPTIONS)
+        done = prepare(inputs, trained["bpe"], tmp_path / "out", task=task, tasks=tasks, **OPTIONS)
         assert isinstance(done, FinishedTask) and not (tmp_path / "out").exists()
-    result = merge(tmp_path / "out", work=work, workers=1)
+    result = merge(tmp_path / "out", workers=1)
     assert files_of(tmp_path / "out") == straight
-    assert sorted(os.listdir(tmp_path)) == ["out", *(["work"] if work else [])] and not (work and os.listdir(work))
+    assert os.listdir(tmp_path) == ["out"]
     assert result.duplicate_documents == 70 and "70 duplicates removed" in str(result)
 
 
@@ -556,7 +555,7 @@ def test_files_that_nfs_leaves_in_the_work_directory_stop_nobody(inputs, trained
     assert found == straight
 
 
-def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):
+def test_what_lies_beside_the_output_is_kept(inputs, trained, tmp_path):
     work = tmp_path / "mine"
     for name in ("folder", "tokenizer", "deduplicate", "parts-1"):  # some are called like ours
         (work / name).mkdir(parents=True)
@@ -564,31 +563,15 @@ def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):
         (work / name).write_text("keep")
     before = sorted(os.listdir(work))
     with pytest.raises(DataError):
-        prepare([str(tmp_path / "none")], trained["bpe"], tmp_path / "out", work=work)
-    prepare(inputs, trained["bpe"], tmp_path / "out", work=work, restart=True)
-    assert sorted(os.listdir(work)) == before and (work / "lock").read_text() == "keep"
-    (tmp_path / "empty").mkdir()
-    prepare(inputs, trained["bpe"], tmp_path / "other", work=tmp_path / "empty")
-    assert os.listdir(tmp_path / "empty") == []
+        prepare([str(tmp_path / "none")], trained["bpe"], work / "out")
+    prepare(inputs, trained["bpe"], work / "out", restart=True)
+    assert sorted(os.listdir(work)) == sorted([*before, "out"]) and (work / "lock").read_text() == "keep"
 
 
-def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_path):
-    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
-        pytest.skip("/dev/shm is not another filesystem")
-    work = Path("/dev/shm") / f"pretrain-test-{os.getpid()}"
-    try:
-        with pytest.raises(ConfigError, match="must be on the same filesystem as the output"):
-            prepare(inputs, trained["bpe"], tmp_path / "out", work=work)
-    finally:
-        work.rmdir()
-
-
-def test_a_file_in_the_place_of_the_work_is_named_and_not_the_output(inputs, trained, tmp_path):
+def test_an_output_below_a_file_is_one_line(inputs, trained, tmp_path):
     (tmp_path / "held.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"^--work .*held\.txt: not a directory; give a folder$"):
-        prepare(inputs, trained["bpe"], tmp_path / "out", work=tmp_path / "held.txt")
-    with pytest.raises(DataError, match=r"^[^ ]*held\.txt/work: cannot be written"):
-        prepare(inputs, trained["bpe"], tmp_path / "out", work=tmp_path / "held.txt" / "work")
+    with pytest.raises(DataError, match=r"^[^ ]*held\.txt/out: cannot be written"):
+        prepare(inputs, trained["bpe"], tmp_path / "held.txt" / "out")
 
 
 # A full disk.

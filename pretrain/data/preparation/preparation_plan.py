@@ -205,11 +205,6 @@ class PreparationPlan:
         return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
 
     @property
-    def timeless_sha256(self) -> str:
-        """Like `sha256`, but equal for inputs that differ only in their modification times."""
-        return dataclasses.replace(self, inputs=tuple(dataclasses.replace(file, modified=0) for file in self.inputs)).sha256
-
-    @property
     def pieces(self) -> list[tuple[Piece, ...]]:
         """The pieces of each unit."""
         counts = Counter(number for unit in self.units for number, _, _ in unit)

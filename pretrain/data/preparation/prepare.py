@@ -42,8 +42,6 @@ from pretrain.storage import real, refuse_existing
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
-_TIMELESS = "timeless_plan_sha256"
-
 
 @dataclass(frozen=True)
 class PreparedSplit:
@@ -254,12 +252,7 @@ def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
     if before.plan_sha256:
         for option, value, now in plan.settings.changes(before.preparation):
             return f", prepared with {option} {value!r} instead of {now!r},"
-    if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
-        return (
-            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a modification "
-            "time is not; contents are not compared),"
-        )
-    return ", prepared from other inputs or with other options,"
+    return ", prepared from other inputs, or from these before one was modified, or with other options,"
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
@@ -283,7 +276,7 @@ def _assembled(
     duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
     total = {name: sum(getattr(summary, name) for summary in summaries) for name in ("empty", "invalid", "marks", "tokens")}
     counts = dict(zip(_COUNTS, (total["empty"], count, total["invalid"], total["marks"])))
-    preparation = {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256}
+    preparation = {**dataclasses.asdict(settings), **counts}
     root = directory.begin_assembly()
     names = SPLITS if settings.validation_fraction else (".",)
     manifests = {}

@@ -64,7 +64,9 @@ class Samples(ABC):
         return [self.data]
 
     def identity(self, number: int) -> dict[str, str]:
-        """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
+        """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages:
+        keys that end in .path are not compared.
+        """
         key, data = f"sources.{number}", self.data
         return {key: data.fingerprint, f"{key}.documents": data.documents_fingerprint, f"{key}.path": str(data.path)}
 

@@ -38,7 +38,7 @@ _COMPRESSIBLE = ("json", "csv", "warc", "text")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _STATE_KEYS = "etag lastmodified last_modified last-modified mtime updated md5 md5hash generation oid".split()
 
-_remote = Remote()
+_STORE = Remote()
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class InputFile:
     def open(self, at_random: bool = False) -> BinaryIO:
         """The file's bytes, unbuffered if it is local. `at_random`: for readers that jump. `text_inputs.reading` handles the errors."""
         if self.is_remote:
-            return _remote.open(self.path, at_random or self.is_divisible)
+            return _STORE.open(self.path, at_random or self.is_divisible)
         return open(self.path, "rb", buffering=0)
 
     def refuse_changes(self) -> None:
@@ -123,7 +123,7 @@ def _state_of(system: Any, path: str) -> tuple[int, int]:
 def _asked(url: str, question: Callable[[Any, str], Any]) -> Any:
     """See `Remote.ask`. Raises DataError."""
     try:
-        return _remote.ask(url, question)
+        return _STORE.ask(url, question)
     except FileNotFoundError as error:
         raise DataError(f"{without_secrets(url)}: no such input file") from error
 

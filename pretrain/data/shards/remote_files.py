@@ -149,7 +149,7 @@ def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
 
 
 def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
-    """The names of the files that a tokenizer can have, because https cannot list a folder."""
+    """The tokenizer's files, by name and content. Every possible name is asked for, because https cannot list a folder."""
     found = {}
     for name in (JSON_NAME, CONFIG_NAME):
         with contextlib.suppress(FileNotFoundError):

@@ -23,7 +23,7 @@ def usage() -> Callable[[shard_cache.ShardCache], int]:
 @pytest.fixture
 def wait_for_prefetching() -> Callable[[PreparedData], None]:
     def wait(data: PreparedData) -> None:
-        prefetcher = data._remote._prefetcher
+        prefetcher = data._url_files._prefetcher
         while True:
             with prefetcher._changed:
                 if not (prefetcher._waiting or prefetcher._running):

@@ -319,10 +319,10 @@ def test_threads_that_prefetch_end_with_close_and_with_the_data(server, cache, w
     server.faults[SHARD] = ["stall"]
     data = opened(server.url + "/train", cache, Patience(stall=60))
     data.prefetch(0, data.tokens)
-    threads = data._remote._prefetcher.threads
+    threads = data._url_files._prefetcher.threads
     assert server.stalled.wait(5) and [thread.is_alive() and thread.daemon for thread in threads] == [True, True]
     began = time.monotonic()
-    data._remote._prefetcher.close()
+    data._url_files._prefetcher.close()
     assert not any(thread.is_alive() for thread in threads) and time.monotonic() - began < 20
     assert list((cache.directory / "partial").iterdir()) == []
     data.prefetch(0, data.tokens)  # closed: nothing happens
@@ -330,7 +330,7 @@ def test_threads_that_prefetch_end_with_close_and_with_the_data(server, cache, w
     data = opened(server.url + "/train", cache)
     data.prefetch(0, data.tokens)
     wait_for_prefetching(data)
-    threads = data._remote._prefetcher.threads
+    threads = data._url_files._prefetcher.threads
     assert any(thread.is_alive() for thread in threads)
     del data
     gc.collect()

@@ -186,7 +186,7 @@ def corpus_on_s3(environment, texts_of_inputs, monkeypatch):
     """Objects under s3://corpus/text/, and the texts in them, in order."""
     import boto3
 
-    monkeypatch.setattr("pretrain.data.preparation.inputs._remote", Remote())  # without connections to another test's endpoint
+    monkeypatch.setattr("pretrain.data.preparation.inputs._STORE", Remote())  # without connections to another test's endpoint
     for name, content in texts_of_inputs[0].items():
         boto3.client("s3").put_object(Bucket="corpus", Key=f"text/{name}", Body=content)
     return texts_of_inputs[1]

@@ -62,8 +62,7 @@ class Preparation:
     """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
 
     The counts cover the whole preparation; `byte_order_marks` were removed. `seconds` and the rate (MB of text) cover
-    this start, and are 0 if it tokenized nothing.
-    `repeated`: the same command had made the output before.
+    this start, and are 0 if it tokenized nothing. `repeated`: the same command had made the output before.
     """
 
     splits: tuple[PreparedSplit, ...]

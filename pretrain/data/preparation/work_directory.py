@@ -44,7 +44,7 @@ class WorkDirectory:
 
     def __init__(self, output: Path) -> None:
         self.output, self._whole = output, output.absolute()
-        self.path = self._whole.with_name(f".{self._whole.name}.preparing")
+        self.path = self._whole.parent / f".{self._whole.name}.preparing"  # not with_name, which raises for "/"
         self.tokenizer = self.path / "tokenizer"
         self._plan = self.path / "plan.json"
 

@@ -72,10 +72,12 @@ def replace_file(path: Path, write: Callable[[Path], object], durable: bool = Tr
         if durable:
             flush(aside)
         os.replace(aside, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             aside.unlink()
-        raise _named(error, path) from error
+        if isinstance(error, OSError):
+            raise _named(error, path) from error
+        raise
 
 
 def real(path: Path) -> Path:
@@ -168,7 +170,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in a small JSON file; empty if the file is missing, or cannot be read at the moment."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

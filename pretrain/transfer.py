@@ -39,7 +39,7 @@ _AT_ONCE = 4  # jobs of `all_at_once`
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10
 _PART, _MOST_PARTS = 16 << 20, 9000  # of a file that is written; S3 takes 10,000
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::.*://)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Remote:
     def upload(self, path: Path, url: str, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Write a local file to the URL, in place of what is there. Raises DataError, and FileNotFoundError if the local file is gone."""
         expected = path.stat().st_size
-        self._ask(url, lambda system, place: _put(url, system, place, path), "written", cancelled)
+        self.ask(url, lambda system, place: _put(url, system, place, path), "written", cancelled)
         if (size := self.size(url)) != expected:
             raise DataError(
                 f"{without_secrets(url)}: has {size} bytes where {path} has {expected}; is something else written there?"
@@ -135,7 +135,7 @@ class Remote:
 
     def write(self, content: bytes, url: str) -> None:
         """Write a small file, in place of what is there: whole, or not at all. Raises DataError."""
-        self._ask(url, lambda system, place: _put(url, system, place, content), "written")
+        self.ask(url, lambda system, place: _put(url, system, place, content), "written")
 
     def update(self, url: str, change: Callable[[bytes | None], bytes]) -> None:
         """Replace a small file by what `change` makes of its content, None where it is missing. Each attempt reads it anew. Raises DataError, and what
@@ -163,14 +163,14 @@ class Remote:
             return sorted(found.rstrip("/").rsplit("/", 1)[-1] for found in system.ls(place, detail=False))
 
         try:
-            return self._ask(url, listing)
+            return self.ask(url, listing)
         except FileNotFoundError:
             return []
 
     def size(self, url: str) -> int | None:
         """Bytes of the file at the URL, or None if it is missing. Raises DataError."""
         try:
-            return self._ask(url, lambda system, place: system.info(place)["size"])
+            return self.ask(url, lambda system, place: system.info(place)["size"])
         except FileNotFoundError:
             return None
 
@@ -185,12 +185,15 @@ class Remote:
                 shutil.rmtree(place, ignore_errors=True)
 
         with contextlib.suppress(FileNotFoundError):
-            self._ask(url, remove, "removed")
+            self.ask(url, remove, "removed")
 
-    def _ask(
+    def ask(
         self, url: str, question: Callable[[Any, str], T], done: str = "read", cancelled: Callable[[], bool] = lambda: False
     ) -> T:
-        """What `question` returns for the file system and the path in it. `done`: what is done to the file, for a message."""
+        """What `question` returns for the file system and the path in it, with retries. `done`: what is done to the file, for a message.
+
+        Raises DataError, and FileNotFoundError for what is missing.
+        """
 
         def attempt() -> T:
             try:

@@ -126,7 +126,6 @@ def _merge(argv: list[str]) -> int:
 
 def _add_shared(parser: argparse.ArgumentParser, default_invalid: int | None) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
-    parser.add_argument("--work", metavar="DIR", help="folder for the unfinished work, on the output's filesystem (default: the output's)")
     parser.add_argument(
         "--max-invalid",
         type=int,

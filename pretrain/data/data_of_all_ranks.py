@@ -1,4 +1,4 @@
-"""Whether all ranks read the same, intact data."""
+"""Whether the data that ranks read are intact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class RanksOfRun(Protocol):
 
 
 def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
-    """Check that all ranks read the same, intact data; raise DataError on every rank if not. Return whether files were hashed.
+    """Check that all ranks read intact data; raise DataError on every rank if not. Return whether files were hashed.
+
+    Ranks have agreed on the content of their manifests before: `Plan.facts` names it.
 
     `held`: the data of the run (`TrainingData.holdings`). The size of every file is compared, and with `full` its hash. Ranks that
     see the same files, on shared storage or on one host, share the work. The ranks of a node look at what lies on its own disk.
@@ -36,18 +38,14 @@ def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksO
     places = ranks.attempt(
         "places of the data", lambda: [_place(holding.manifest_file, host) for _, holding in held], DataError
     )
-    everywhere = ranks.gather("content of the data", (host, [(str(h.path), h.content) for _, h in held], places))
-    _refuse_differences([key for key, _ in held], everywhere)
-
+    everywhere = ranks.gather("places of the data", places)
     name = "hashes of the data" if full else "files of the data"
 
     def verify() -> None:
         dealt: dict[tuple[int, ...], int] = defaultdict(int)
         with ranks.in_pieces(name) as seen:  # one rank may have far more to hash than another
             for number, (key, holding) in enumerate(held):
-                together = tuple(
-                    rank for rank, (_, _, places_there) in enumerate(everywhere) if places_there[number] == places[number]
-                )
+                together = tuple(rank for rank, there in enumerate(everywhere) if there[number] == places[number])
                 # Each directory goes on where the one before it ended: many small ones would all begin with the first ranks.
                 part = (together.index(ranks.rank) - dealt[together]) % len(together)
                 try:
@@ -66,19 +64,3 @@ def _place(file: Path, host: str) -> tuple[str, int, int, int]:
     """
     status = os.stat(file)
     return host if os.major(status.st_dev) else "", status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _refuse_differences(keys: list[str], everywhere: list[tuple[str, list[tuple[str, str]], Any]]) -> None:
-    first_host, first, _ = everywhere[0]
-    for rank, (host, contents, _) in enumerate(everywhere):
-        if len(contents) != len(first):
-            raise DataError(
-                f"rank {rank} on {host} reads {len(contents)} directories of data and rank 0 on {first_host} {len(first)}; start all "
-                "ranks with the same configuration"
-            )
-        for key, (path, content), (own_path, own_content) in zip(keys, first, contents):
-            if content != own_content:
-                raise DataError(
-                    f"{key}: {own_path} of rank {rank} on {host} has other content than {path} of rank 0 on {first_host}; copy the data "
-                    "anew to the node that is wrong, and remove its packing index where one is named"
-                )

@@ -102,8 +102,8 @@ class PackIndex:
     def verify(
         self, part: int = 0, parts: int = 1, hashes: bool = True, *, seen: Callable[[int], object] | None = None
     ) -> None:
-        """With `hashes`, hash the files i with i % parts == part; `open_index` has seen their sizes. Raises DataError naming the first damaged file.
-        `seen`: see `sha256_of`.
+        """Hash the files i with i % parts == part. Raises DataError naming the first damaged file. Without `hashes` nothing is left to check:
+        `open_index` has compared the sizes. `seen`: see `sha256_of`.
         """
         for name, expected in sorted(self.sha256.items())[part::parts]:
             if hashes and sha256_of(self.path / name, seen) != expected:

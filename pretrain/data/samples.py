@@ -25,15 +25,6 @@ from pretrain.errors import DataError
 
 
 @dataclass(frozen=True)
-class Totals:
-    """`tokens`: inputs that are not padding; `targets`: targets that carry a loss; `left_out`: tokens that are in no sample."""
-
-    tokens: int
-    targets: int
-    left_out: int
-
-
-@dataclass(frozen=True)
 class Samples(ABC):
     """A list of samples."""
 
@@ -56,10 +47,6 @@ class Samples(ABC):
     def find(self, start: int, end: int) -> np.ndarray:
         """The samples with an input among the stream's tokens [start, end), sorted. The tokens lie within one document."""
 
-    @abstractmethod
-    def totals(self) -> Totals:
-        """The totals of all samples once, which is an epoch."""
-
     def prefetch(self, samples: np.ndarray) -> None:
         """Download the data of these samples in the background, if it is remote."""
         if self.data.is_remote:
@@ -77,7 +64,9 @@ class Samples(ABC):
         return [self.data]
 
     def identity(self, number: int) -> dict[str, str]:
-        """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
+        """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages:
+        keys that end in .path are not compared.
+        """
         key, data = f"sources.{number}", self.data
         return {key: data.fingerprint, f"{key}.documents": data.documents_fingerprint, f"{key}.path": str(data.path)}
 
@@ -113,11 +102,6 @@ class Windows(Samples):
     def find(self, start: int, end: int) -> np.ndarray:
         first, last = start // self.sequence_length, (end - 1) // self.sequence_length
         return np.arange(first, min(last, len(self) - 1) + 1)
-
-    def totals(self) -> Totals:
-        tokens = len(self) * self.sequence_length
-        ignored = 0 if self.boundary_loss else self.data.document_at(tokens)  # documents that have ended by then
-        return Totals(tokens, tokens - ignored, self.data.tokens - tokens)
 
 
 @dataclass(frozen=True)
@@ -169,12 +153,6 @@ class Packed(Samples):
 
     def find(self, start: int, end: int) -> np.ndarray:
         return self.index.find(start, end)
-
-    def totals(self) -> Totals:
-        tokens, documents = self.index.tokens, self.data.documents
-        # All but the last piece of a longer document fill a sample. Its last target is the token after the piece.
-        ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
-        return Totals(tokens, tokens - ends, 0)
 
 
 def _block(rows: np.ndarray) -> slice | np.ndarray:

@@ -37,21 +37,29 @@ def cache_folder(data: Data) -> Path:
     return default_directory() if data.cache.dir is None else Path(data.cache.dir)
 
 
-def with_prepared_text(config: Config) -> Config:
-    """The configuration with `data.text` as a source, prepared in the cache if it is missing. Raises ConfigError or DataError."""
+def with_prepared_text(config: Config, make: bool = True) -> Config:
+    """The configuration with `data.text` as a source in the cache, prepared there if it is missing and `make`. Raises ConfigError or DataError."""
     data = config.data
     if data.text == Text():
         return config
     try:
-        prepared = _prepared_text(data.text, cache_folder(data))
+        prepared = _prepared_text(data.text, cache_folder(data), make)
     except (ConfigError, DataError) as error:
-        raise type(error)(f"data.text: {error}") from error
+        raise type(error)(f"data.text: {_by_keys(str(error))}") from error
     sources = [Source(str(prepared), name="text")]
     return dataclasses.replace(config, data=dataclasses.replace(data, text=Text(), sources=sources))
 
 
-def _prepared_text(text: Text, cache: Path) -> Path:
-    """The prepared directory of a text. Its name depends on all that decides the content, and one process makes it for all."""
+def _by_keys(message: str) -> str:
+    """A message of the preparation with keys of the configuration in place of options; there is none to leave rows out."""
+    from pretrain.data.preparation.text_inputs import CORRECT_IT, LEAVE_OUT
+
+    named = {LEAVE_OUT: CORRECT_IT, "--text-field": "data.text.text_field", "--documents": "data.text.documents"}
+    return functools.reduce(lambda said, option: said.replace(option, named[option]), named, message)
+
+
+def _prepared_text(text: Text, cache: Path, make: bool) -> Path:
+    """The prepared directory of a text. Its name depends on all that decides the content. With `make`, one process makes it for all."""
     from pretrain.data.preparation.inputs import dataset_files, find_inputs
     from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
@@ -66,12 +74,13 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
 
-    def make() -> None:
+    def prepare_it() -> None:
         log.info("data: preparing the text of data.text into %s; later starts find it there", path)
         done = prepare(inputs, text.tokenizer, path, workers=usable_cores(), **dataclasses.asdict(settings))
         log.info("data: %s", done)
 
-    make_once(path, "the text of data.text", make)
+    if make:
+        make_once(path, "the text of data.text", prepare_it)
     return path
 
 

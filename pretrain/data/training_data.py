@@ -37,7 +37,9 @@ from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError
 
 PREFETCH_STEPS = 32
-"""How far ahead remote shards are downloaded, beyond the batches that are being read."""
+"""How far ahead remote shards are downloaded, beyond the batches that are being read. The shards of a start's first 32 steps are downloaded when
+they are read, and so are all with data.workers=0.
+"""
 
 
 class ValidationData(Protocol):

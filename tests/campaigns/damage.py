@@ -92,8 +92,6 @@ def _pristine() -> Path:
             *_preparation(top),
             "--output",
             top / "work" / "out",
-            "--work",
-            top / "work" / "parts",
             "--task",
             task,
             "--tasks",
@@ -151,8 +149,8 @@ def from_cache(folder: Path, damaged: Any) -> str | None:
 def from_work(folder: Path, damaged: Any) -> str | None:
     top = _pristine()
     shutil.copytree(top / "work", folder / "work")
-    where = damaged(folder / "work" / "parts")
-    arguments = [*_preparation(top), "--output", folder / "work/out", "--work", folder / "work/parts"]
+    where = damaged(folder / "work" / ".out.preparing")
+    arguments = [*_preparation(top), "--output", folder / "work/out"]
     code, printed = outcome("prepare_data", *map(str, arguments), seconds=SECONDS)
     return judged(code, printed, where, code != 0 or contents(folder / "work/out") == contents(top / "whole"))
 

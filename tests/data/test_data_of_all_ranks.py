@@ -207,31 +207,6 @@ def test_a_damaged_packing_index_is_found_on_the_node_that_has_it(tmp_path, byte
     }
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_ranks_that_read_other_data_are_refused_before_anything_is_trained(tmp_path, byte_tokenizer, full):
-    """D-D1: other tokens, other ends of documents, another packing; also where files are not hashed."""
-    first = write(tmp_path / "first", byte_tokenizer, [20] * 60)
-    other = write(tmp_path / "other", byte_tokenizer, [20] * 59 + [19, 1])
-    ends = write(tmp_path / "ends", byte_tokenizer, [20] * 60)
-    content = unsealed((ends / "manifest.json").read_bytes())
-    content["shards"][0]["index_sha256"] = "0" * 64
-    (ends / "manifest.json").write_text(sealed_json(content))
-    for path in (other, ends):
-        outcomes = on_ranks([stream_of(opened(first)), stream_of(opened(path))], full)
-        host = os.uname().nodename
-        assert set(outcomes) == {
-            f"data.sources.0: {path} of rank 1 on {host} has other content than {first} of rank 0 on {host}; copy the data anew to the node "
-            "that is wrong, and remove its packing index where one is named"
-        }
-    packed = opened(first, tmp_path / "cache")
-    poisoned = Packed("a", packed.data, 16, type(packed.index)(**{**vars(packed.index), "sha256": {"starts.idx": "1" * 64}}))
-    assert "data.sources.0: " + str(packed.index.path) in on_ranks([stream_of(packed), stream_of(poisoned)], full)[0]
-    assert (
-        "reads 2 directories of data and rank 0"
-        in on_ranks([stream_of(opened(first)), stream_of(opened(first), opened(other))], full)[0]
-    )
-
-
 # One tokenizer, one end of documents.
 
 

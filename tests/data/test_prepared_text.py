@@ -55,6 +55,16 @@ def test_a_dataset_that_cannot_be_used_is_named(tmp_path, byte_tokenizer):
             with_prepared_text(config(tmp_path, tokenizer=str(byte_tokenizer), **said))
 
 
+def test_what_is_wrong_with_a_text_is_said_with_the_keys_of_the_configuration(tmp_path, byte_tokenizer):
+    """It was --text-field, and --max-invalid, which a configuration does not have."""
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    with pytest.raises(DataError) as caught:
+        with_prepared_text(config(tmp_path, input=[str(tmp_path / "a.jsonl")], tokenizer=str(byte_tokenizer)))
+    assert str(caught.value) == (
+        f"data.text: {tmp_path}/a.jsonl, line 1: no field 'text'; it has: body. Name one with data.text.text_field; correct it, or remove it from the input"
+    )
+
+
 def test_other_text_other_options_and_another_tokenizer_are_prepared_anew(tmp_path, byte_tokenizer, trained):
     file = tmp_path / "a.txt"
     file.write_text("one|\ntwo|\n")

@@ -14,9 +14,8 @@ import numpy as np
 
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.order import UNIT
-from pretrain.data.samples import Packed, Samples
+from pretrain.data.samples import Samples
 from pretrain.data.stream import Shuffle
-from pretrain.data.tasks import Spans
 from pretrain.errors import DataError
 
 _LISTED = 1 << 22  # samples listed at a time
@@ -24,11 +23,8 @@ _LISTED = 1 << 22  # samples listed at a time
 
 @dataclass(frozen=True)
 class SourceCoverage:
-    """The samples drawn from a source. It has `samples`; `distinct` are the different ones among those `drawn`.
-
-    Samples have `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding`
-    cover the drawn samples. They are exact if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the
-    source that fill no sample. `unseen`: samples that have not come yet.
+    """The samples drawn from a source, of `sequence_length` inputs each. It has `samples`; `distinct` are the different ones among
+    those `drawn`, and `unseen` have not come yet.
     """
 
     name: str
@@ -38,11 +34,6 @@ class SourceCoverage:
     samples: int
     drawn: int
     distinct: int
-    tokens: int
-    targets: int
-    padding: int
-    exact: bool
-    left_out: int
     epochs: float
     unseen: int
 
@@ -79,7 +70,6 @@ class _Drawn:
 
     source: Samples
     packing: str
-    spans: Spans | None
     ranges: dict[Shuffle, list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -111,7 +101,7 @@ def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after:
     before, until = stream.mixture.counts(first), stream.mixture.counts(after)
     for number, source in enumerate(stream.sources):
         key = source.data.fingerprint, packing, source.sequence_length
-        one = drawn.setdefault(key, _Drawn(source, packing, Spans.of_data(stretch.config.data)))
+        one = drawn.setdefault(key, _Drawn(source, packing))
         one.source = source  # its latest name
         if before[number] < until[number]:
             one.ranges.setdefault(stream.shuffle, []).append((before[number], until[number]))
@@ -121,11 +111,6 @@ def _covered(one: _Drawn) -> SourceCoverage:
     source, size = one.source, len(one.source)
     drawn = sum(after - first for ranges in one.ranges.values() for first, after in ranges)
     distinct = _distinct(one)
-    totals = source.totals()
-    exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
-    tokens, targets = ((total * drawn + size // 2) // size for total in (totals.tokens, totals.targets))  # in proportion
-    if one.spans is not None:
-        targets = drawn * one.spans.target_length  # with sentinels and ends
     return SourceCoverage(
         name=source.name,
         path=str(source.data.path),
@@ -134,11 +119,6 @@ def _covered(one: _Drawn) -> SourceCoverage:
         samples=size,
         drawn=drawn,
         distinct=distinct,
-        tokens=tokens,
-        targets=targets,
-        padding=drawn * source.sequence_length - tokens if isinstance(source, Packed) else 0,
-        exact=exact,
-        left_out=totals.left_out,
         epochs=drawn / size,
         unseen=size - distinct,
     )

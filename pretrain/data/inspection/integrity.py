@@ -77,7 +77,7 @@ def _listed(path: Path, sha256: str) -> _Checked:
     return _Checked(path, path.stat().st_size if path.is_file() else 0, problem)
 
 
-def _remote(data: PreparedData, number: int) -> _Checked:
+def _shard_behind_url(data: PreparedData, number: int) -> _Checked:
     """The files of one shard behind a URL. Files that are not in the cache are downloaded, which checks them."""
     shard = data.manifest.shards[number]
     size = shard.tokens * data.dtype.itemsize + shard.documents * INDEX_DTYPE.itemsize
@@ -139,7 +139,7 @@ def _of_prepared(path: str, data: Data) -> _Found:
     try:
         if is_url(path):
             opened = open_prepared(path, data)
-            return [_remote(opened, number) for number in range(len(opened.manifest.shards))], None
+            return [_shard_behind_url(opened, number) for number in range(len(opened.manifest.shards))], None
         manifest = read_manifest(path)
     except DataError as error:
         return [], Damage(path, str(error).removeprefix(f"{path}: "))
@@ -164,7 +164,7 @@ def _of_pairs(path: str) -> Iterator[_Found]:
 
 def _of_run(folder: Path) -> Iterator[_Found]:
     configs = {repr(stretch.config.data): stretch.config for stretch in History.read(folder).stretches}
-    for data in (with_prepared_text(config).data for config in configs.values()):
+    for data in (with_prepared_text(config, make=False).data for config in configs.values()):
         if data.pairs is not None:
             for path in [data.pairs, *(source.path for source in data.validation)]:
                 yield from _of_pairs(path)

@@ -158,13 +158,8 @@ def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
         width,
     )
     yield ""
-    head = ["source", "packing", "length", "samples", "drawn", "epochs", "distinct", "unseen", "tokens", "targets", "padding"]
+    head = ["source", "packing", "length", "samples", "drawn", "epochs", "distinct", "unseen"]
     yield from _grid(head, [_source_row(source) for source in coverage.sources])
-    if not all(source.exact for source in coverage.sources):
-        yield "~ in proportion to whole epochs"
-    for source in coverage.sources:
-        if source.left_out:
-            yield f"{escaped(source.name)}: the last {_count(source.left_out, 'token')} fill no sample and are never an input"
     for segment in coverage.segments if len(coverage.sources) > 1 else []:
         yield ""
         yield f"positions {segment.start:,}..{segment.end - 1:,}"
@@ -176,11 +171,9 @@ def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
 
 
 def _source_row(source: SourceCoverage) -> list[str]:
-    about = "" if source.exact else "~"
-    amounts = [f"{about}{number:,}" for number in (source.tokens, source.targets, source.padding)]
     counts = [source.packing, *(f"{number:,}" for number in (source.sequence_length, source.samples, source.drawn))]
     unseen = f"{source.unseen:,} ({source.unseen / source.samples:.1%})"
-    return [escaped(source.name), *counts, f"{source.epochs:.3f}", f"{source.distinct:,}", unseen, *amounts]
+    return [escaped(source.name), *counts, f"{source.epochs:.3f}", f"{source.distinct:,}", unseen]
 
 
 def integrity_lines(integrity: Integrity) -> Iterator[str]:

@@ -89,7 +89,7 @@ class PairOrder:
         sources, targets = self.pairs.lengths(pairs)
         by_length = np.lexsort((targets, sources))  # pairs of equal lengths stay in permuted order
         pairs, sources, targets = pairs[by_length], sources[by_length], targets[by_length]
-        ends = cut(sources, targets, self.tokens)
+        ends = batch_ends(sources, targets, self.tokens)
         starts = np.concatenate(([0], ends[:-1]))
         batches = permute(np.arange(len(ends)), len(ends), round_keys("batches", number, self.tokens, *identity))
         parts = [pairs[starts[i] : ends[i]] for i in batches]
@@ -104,8 +104,8 @@ def _refuse_less_than_a_pair(key: str, tokens: int, pairs: PreparedPairs) -> Non
         )
 
 
-def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
-    """The ends of runs that each take as many pairs as fit into `tokens` tokens, padding included; at least one."""
+def batch_ends(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
+    """The ends of batches that each take as many pairs as fit into `tokens` tokens, padding included; at least one."""
     ends, count, source, target = [], 0, 0, 0
     for i, (s, t) in enumerate(zip(sources.tolist(), targets.tolist())):
         longest = max(source, s), max(target, t)
@@ -116,7 +116,7 @@ def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
     return np.array([*ends, len(sources)])
 
 
-def shares(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) -> list[list[np.ndarray]]:
+def pairs_of_ranks(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) -> list[list[np.ndarray]]:
     """The pairs of a batch that each rank computes in each micro-step: indices into the batch, [rank][micro-step].
 
     Ranks get neighbouring shares of the batch. All have the same number of micro-steps: the fewest that keep each to `tokens` tokens
@@ -316,7 +316,7 @@ class PairLoader:
         numbers = self.data.order.batch(consumed)
         sources, targets = pairs.lengths(numbers)
         micro_inputs, positions = [], []
-        mine = shares(sources, targets, self.data_size, self.micro_tokens)[self.data_rank]
+        mine = pairs_of_ranks(sources, targets, self.data_size, self.micro_tokens)[self.data_rank]
         for part in mine:
             inputs = pair_inputs(pairs, numbers[part], self.data.start_id)
             places = consumed + part if len(part) else np.array([-1])

@@ -26,19 +26,7 @@ import numpy as np
 from pretrain.data.preparation.parts import PartSummary, UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.preparation.process_pool import ProcessPool
-from pretrain.data.shards.manifest import (
-    ORIGIN_DTYPE,
-    Manifest,
-    Scalar,
-    Shard,
-    check_content,
-    dtype_for,
-    tokenizer_config_sha256,
-    tokenizer_keys,
-    write_inputs,
-    write_invalid,
-    write_manifest,
-)
+from pretrain.data.shards.manifest import ORIGIN_DTYPE, Manifest, Scalar, Shard, check_content, write_manifest
 from pretrain.data.shards.writer import ShardFiles, cut_into_shards
 from pretrain.errors import DataError
 
@@ -249,22 +237,11 @@ def assemble(
     if not jobs:
         return None
     found = dict(pool.run(write_shard, jobs, on_tokens))
-    shards = tuple(found[number] for number in range(len(jobs)))
+    shards = [found[number] for number in range(len(jobs))]
     with writing(directory):
         copy_tokenizer(directory / "tokenizer")
-        manifest = Manifest(
-            **tokenizer_keys(plan.tokenizer),
-            dtype=dtype_for(plan.tokenizer.vocab_size),
-            documents=sum(shard.documents for shard in shards),
-            tokens=sum(shard.tokens for shard in shards),
-            inputs_sha256=write_inputs(directory, [file.name for file in plan.inputs]),
-            preparation=preparation,
-            shards=shards,
-            plan_sha256=plan.sha256,
-            tokenizer_config_sha256=tokenizer_config_sha256(directory / "tokenizer"),
-            invalid_sha256=write_invalid(directory, [row for unit in units for row in unit.invalid_rows]),
-        )
-        write_manifest(directory, manifest)
+        inputs, invalid = [file.name for file in plan.inputs], [row for unit in units for row in unit.invalid_rows]
+        manifest = write_manifest(directory, plan.tokenizer, shards, inputs, preparation, plan.sha256, invalid)
     for _ in pool.run(verify_shard, [(directory, shard) for shard in shards], on_tokens):
         pass
     return manifest

@@ -32,9 +32,9 @@ def column_rows(
     `as_ids`: the lists of the only column instead, each as integers; None for a missing list, and for one with missing ids. Raises
     DataError naming the file when it is damaged or has no such column.
     """
-    batches = _parquet_batches if kind == "parquet" else _arrow_batches
+    batches, option = _parquet_batches if kind == "parquet" else _arrow_batches, "--ids-field" if as_ids else "--text-field"
     with reading(file):
-        for arrays in batches(file, start, stop, columns, tally):
+        for arrays in batches(file, start, stop, columns, option, tally):
             yield from _id_lists(arrays[0], file, columns[0]) if as_ids else zip(*[array.to_pylist() for array in arrays])
 
 
@@ -114,9 +114,11 @@ def _parquet(file: InputFile) -> Iterator[Any]:
             yield content
 
 
-def _parquet_batches(file: InputFile, start: int, stop: int, columns: Sequence[str], tally: Tally) -> Iterator[list[Any]]:
+def _parquet_batches(
+    file: InputFile, start: int, stop: int, columns: Sequence[str], option: str, tally: Tally
+) -> Iterator[list[Any]]:
     with _parquet(file) as content:
-        require_columns(file, columns, content.schema_arrow.names)
+        require_columns(file, columns, content.schema_arrow.names, option)
         metadata = content.metadata
         bytes_per_group = file.size / max(metadata.num_row_groups, 1)
         for number in range(start, metadata.num_row_groups if stop == WHOLE else stop):
@@ -139,8 +141,10 @@ def _arrow(file: InputFile) -> Iterator[tuple[Any, Any]]:
         yield (pa.ipc.open_stream(source), source) if is_stream else (pa.ipc.open_file(source), None)
 
 
-def _arrow_batches(file: InputFile, start: int, stop: int, columns: Sequence[str], tally: Tally) -> Iterator[list[Any]]:
-    for batch, size in _record_batches(file, start, stop, columns):
+def _arrow_batches(
+    file: InputFile, start: int, stop: int, columns: Sequence[str], option: str, tally: Tally
+) -> Iterator[list[Any]]:
+    for batch, size in _record_batches(file, start, stop, columns, option):
         tally.consumed += size
         indices = [batch.schema.get_field_index(name) for name in columns]
         for first in range(0, batch.num_rows, _BATCH_ROWS):
@@ -148,10 +152,12 @@ def _arrow_batches(file: InputFile, start: int, stop: int, columns: Sequence[str
             yield [part.column(index) for index in indices]
 
 
-def _record_batches(file: InputFile, start: int, stop: int, columns: Sequence[str] = ()) -> Iterator[tuple[Any, int]]:
+def _record_batches(
+    file: InputFile, start: int, stop: int, columns: Sequence[str] = (), option: str = ""
+) -> Iterator[tuple[Any, int]]:
     """The record batches of a part, and the bytes of each."""
     with _arrow(file) as (content, source):
-        require_columns(file, columns, content.schema.names)
+        require_columns(file, columns, content.schema.names, option)
         if source is None:
             count = content.num_record_batches
             for number in range(start, count if stop == WHOLE else stop):

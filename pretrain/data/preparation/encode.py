@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice, product
 from random import Random
@@ -33,22 +32,20 @@ import numpy as np
 
 from pretrain.data.preparation.documents import Content
 from pretrain.data.shards.manifest import DTYPES, dtype_for
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS, batches_of, load_with, vocabulary_texts
-from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, refuse_surrogates
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, TiktokenTokenizer, batches_of, vocabulary_texts
+from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, load_tokenizer, refuse_surrogates
 from pretrain.errors import DataError
 
 
 class Encoder:
     """A tokenizer, with the end-of-document id after each document, and fill-in-the-middle on request.
 
-    The ids of a document depend on its text alone, not on its batch. Memory is a few times the longest text. `seconds` is the
-    time spent inside the tokenizer so far.
+    The ids of a document depend on its text alone, not on its batch. Memory is a few times the longest text.
     """
 
     def __init__(self, tokenizer: Tokenizer, fim_rate: float = 0.0, fim_spm_rate: float = 0.0) -> None:
         self.tokenizer = tokenizer
         self.dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
-        self.seconds = 0.0
         self._end = np.array([tokenizer.eod_id], dtype=self.dtype)
         texts = LongTexts(tokenizer, self.dtype)
         self._encode = FillInMiddle(texts, fim_rate, fim_spm_rate).encode if fim_rate else texts.encode_arrays
@@ -60,17 +57,11 @@ class Encoder:
         """
         parts: list[np.ndarray] = []
         for is_text, run in groupby(documents, lambda document: isinstance(document, str)):
-            for ids in self._timed(list(run)) if is_text else map(self._checked, run):
+            for ids in self._encode(list(run)) if is_text else map(self._checked, run):
                 parts += [ids, self._end]
         lengths = np.fromiter((len(ids) + 1 for ids in parts[::2]), dtype=np.int64, count=len(documents))
         tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else np.empty(0, self.dtype)
         return tokens, lengths
-
-    def _timed(self, texts: list[str]) -> list[np.ndarray]:
-        begin = time.perf_counter()
-        encoded = self._encode(texts)
-        self.seconds += time.perf_counter() - begin
-        return encoded
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         size = self.tokenizer.vocab_size
@@ -83,10 +74,10 @@ class Encoder:
 @functools.lru_cache(maxsize=1)
 def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
     """The encoder of this process. Raises DataError if the tokenizer at `path` is no longer the expected one."""
-    tokenizer = load_with(engine, path)
-    if identity_of(tokenizer) != expected:
+    library = load_tokenizer(path)
+    if identity_of(library) != expected:
         raise DataError(f"{path}: the tokenizer was changed during the preparation; start again with --restart")
-    return Encoder(tokenizer, fim_rate, fim_spm_rate)
+    return Encoder(TiktokenTokenizer(library) if engine == "tiktoken" else library, fim_rate, fim_spm_rate)
 
 
 # ---- long texts --------------------------------------------------------------------------------------------------------

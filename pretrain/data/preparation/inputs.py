@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pretrain.errors import DataError, say, without_secrets
-from pretrain.store_errors import judged
 from pretrain.transfer import Remote, is_url
 
 _KINDS = {
@@ -39,7 +38,7 @@ _COMPRESSIBLE = ("json", "csv", "warc", "text")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _STATE_KEYS = "etag lastmodified last_modified last-modified mtime updated md5 md5hash generation oid".split()
 
-_remote = Remote()
+_STORE = Remote()
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class InputFile:
     def found_at(cls, path: str, name: str | None = None, *, check_time: bool = True) -> InputFile:
         """The file as it is now. Raises DataError if it is missing."""
         if is_url(path):
-            return cls(name or without_secrets(path), path, *_persistently(path, lambda: _state_of(path)))
+            return cls(name or without_secrets(path), path, *_asked(path, _state_of))
         try:
             status = os.stat(path)
         except OSError as error:
@@ -101,7 +100,7 @@ class InputFile:
     def open(self, at_random: bool = False) -> BinaryIO:
         """The file's bytes, unbuffered if it is local. `at_random`: for readers that jump. `text_inputs.reading` handles the errors."""
         if self.is_remote:
-            return _remote.open(self.path, at_random or self.is_divisible)
+            return _STORE.open(self.path, at_random or self.is_divisible)
         return open(self.path, "rb", buffering=0)
 
     def refuse_changes(self) -> None:
@@ -111,9 +110,8 @@ class InputFile:
             raise DataError(f"{self.name}: was changed during the preparation; leave the input alone and start with --restart")
 
 
-def _state_of(url: str) -> tuple[int, int]:
+def _state_of(system: Any, path: str) -> tuple[int, int]:
     """The size, and a number that changes with the content if the server shows that."""
-    system, path = _remote.system(url)
     system.invalidate_cache()
     found = system.info(path)
     if found.get("type") == "directory":
@@ -122,17 +120,10 @@ def _state_of(url: str) -> tuple[int, int]:
     return found.get("size") or 0, int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:7], "big")
 
 
-def _persistently(url: str, ask: Callable[[], Any]) -> Any:
-    """A server's answer, with retries after failures that may pass. Raises DataError."""
-
-    def attempt() -> Any:
-        try:
-            return ask()
-        except Exception as error:  # of any of fsspec's backends
-            raise judged(url, error) from error
-
+def _asked(url: str, question: Callable[[Any, str], Any]) -> Any:
+    """See `Remote.ask`. Raises DataError."""
     try:
-        return _remote.persist(url, attempt)
+        return _STORE.ask(url, question)
     except FileNotFoundError as error:
         raise DataError(f"{without_secrets(url)}: no such input file") from error
 
@@ -147,7 +138,7 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     found: set[str] = set()
     for pattern in patterns:
         if is_url(pattern):
-            found.update(_persistently(pattern, lambda pattern=pattern: _remote_files(pattern)))
+            found.update(_asked(pattern, functools.partial(_remote_files, pattern)))
             continue
         # An existing name is taken literally. Otherwise nobody could give a file called "a[1].txt".
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
@@ -162,6 +153,14 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
             raise DataError(f"{pattern}: no such input file{hint}")
         found.update(files)
     return [InputFile.found_at(name) for name in sorted(_once(found))]
+
+
+def folders_taken(pattern: str) -> list[str]:
+    """The local folders of which `find_inputs` takes every file, also below them: `DIR`, `DIR/**` or `DIR/**/*`."""
+    if os.path.isdir(pattern):
+        return [pattern]
+    above, stars, below = pattern.partition("**")
+    return glob.glob(above or ".") if stars and below in ("", "/", "/*") else []
 
 
 def _is_file(path: str) -> bool:
@@ -183,9 +182,8 @@ def _once(names: set[str]) -> Iterator[str]:
             yield name
 
 
-def _remote_files(pattern: str) -> list[str]:
+def _remote_files(pattern: str, system: Any, path: str) -> list[str]:
     """The URLs that a URL stands for: itself, the files below it, or what matches it."""
-    system, path = _remote.system(pattern)
     if "::" in pattern:
         return [pattern]
     # An https query (a signed URL, say) has question marks that are not patterns.

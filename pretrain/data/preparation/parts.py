@@ -42,7 +42,7 @@ def document_dtype(deduplicate: bool) -> np.dtype:
 @dataclass(frozen=True)
 class PartSummary:
     """The counts of one part. `rows`: those of its last piece; `marks`: byte order marks that were removed; `invalid_rows`: place
-    and reason of the first invalid rows. `seconds` and `encode_seconds` are only reported.
+    and reason of the first invalid rows.
     """
 
     documents: int = 0
@@ -52,8 +52,6 @@ class PartSummary:
     empty: int = 0
     invalid: int = 0
     marks: int = 0
-    seconds: float = 0.0
-    encode_seconds: float = 0.0
     invalid_rows: list[tuple[str, str]] = field(default_factory=list)
 
 

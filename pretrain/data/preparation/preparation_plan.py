@@ -150,8 +150,6 @@ class PreparationPlan:
     unit_bytes: int
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[Span, ...], ...]
-    cuts_tail: bool = False
-    """Whether the end of each document becomes the validation split, instead of some documents."""
 
     @classmethod
     def make(
@@ -160,7 +158,7 @@ class PreparationPlan:
         """`unit_bytes` (default: by the size of the input) is for tests. Raises DataError for a file that cannot be read."""
         unit_bytes = unit_bytes or unit_size(inputs)
         units = plan_units(inputs, settings, unit_bytes)
-        return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)), _cuts_tail(settings, inputs))
+        return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)))
 
     def to_json(self) -> str:
         content = {
@@ -171,7 +169,6 @@ class PreparationPlan:
             "unit_bytes": self.unit_bytes,
             "inputs": [(file.name, file.size, file.modified) for file in self.inputs],  # a path may be a URL with a password
             "units": self.units,
-            "cuts_tail": self.cuts_tail,
         }
         return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -182,30 +179,30 @@ class PreparationPlan:
             content = json.loads(text)
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise ValueError("another format or version")
-            settings = Settings(**content["settings"])
-            inputs = tuple(InputFile(name, name, size, modified) for name, size, modified in content["inputs"])
             return cls(
-                settings,
+                Settings(**content["settings"]),
                 TokenizerIdentity(*content["tokenizer"]),
                 content["unit_bytes"],
-                inputs,
+                tuple(InputFile(name, name, size, modified) for name, size, modified in content["inputs"]),
                 tuple(tuple((number, start, stop) for number, start, stop in unit) for unit in content["units"]),
-                content["cuts_tail"],
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: not a plan of this program ({reason}); start again with --restart") from error
 
     @property
+    def cuts_tail(self) -> bool:
+        """Whether the end of each document becomes the validation split: where a share of whole documents would be few, or none."""
+        settings, fraction = self.settings, self.settings.validation_fraction
+        if not fraction or len(self.inputs) * min(fraction, 1 - fraction) >= _FEW_DOCUMENTS:
+            return False
+        return settings.text_mode == "file" and all(file.kind(settings.ids_dtype) == "text" for file in self.inputs)
+
+    @property
     def sha256(self) -> str:
         """A hash that is equal for all plans with the same output."""
         settings = dataclasses.replace(self.settings, max_invalid=0)
         return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
-
-    @property
-    def timeless_sha256(self) -> str:
-        """Like `sha256`, but equal for inputs that differ only in their modification times."""
-        return dataclasses.replace(self, inputs=tuple(dataclasses.replace(file, modified=0) for file in self.inputs)).sha256
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
@@ -232,11 +229,3 @@ class PreparationPlan:
                 yield f"{name} was modified"
         if self.unit_bytes != now.unit_bytes or (self.units != now.units and self.inputs == now.inputs):
             yield "the cut into units has changed"
-
-
-def _cuts_tail(settings: Settings, files: Sequence[InputFile]) -> bool:
-    """Whether the end of each document becomes the validation split: where a share of whole documents would be few, or none."""
-    fraction = settings.validation_fraction
-    if not fraction or len(files) * min(fraction, 1 - fraction) >= _FEW_DOCUMENTS:
-        return False
-    return settings.text_mode == "file" and all(file.kind(settings.ids_dtype) == "text" for file in files)

@@ -9,7 +9,7 @@ processes, machines and interruptions. Memory is a batch per process, plus the l
 
 A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction. Nothing else
 decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only adds to validation. A
-corpus of one plain text file is one document, and is cut instead: its end is the validation split.
+few plain text files would be too few documents for that: the end of each is the validation split.
 
 Unusable rows (not UTF-8, not JSON, no text, ids or characters that the tokenizer lacks) are left out, up to `max_invalid` in the
 whole preparation. They are counted in the manifest and listed in invalid.jsonl.
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pretrain.data.preparation.assemble import Selection, assemble, find_duplicates
 from pretrain.data.preparation.encode import Encoder
-from pretrain.data.preparation.inputs import InputFile, find_inputs
+from pretrain.data.preparation.inputs import InputFile, find_inputs, folders_taken
 from pretrain.data.preparation.parts import PartSummary, UnitParts
 from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
@@ -41,8 +41,6 @@ from pretrain.progress import MEGABYTE, CorpusProgress
 from pretrain.storage import real, refuse_existing
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
-
-_TIMELESS = "timeless_plan_sha256"
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,8 @@ class PreparedSplit:
 class Preparation:
     """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
 
-    The counts cover the whole preparation; `byte_order_marks` were removed. `seconds`, the rates (MB of text) and `tokenizer_share`
-    cover this start, and are 0 if it tokenized nothing. `tokenizer_share` is the part of all processes' time inside the tokenizer.
-    `repeated`: the same command had made the output before.
+    The counts cover the whole preparation; `byte_order_marks` were removed. `seconds` and the rate (MB of text) cover
+    this start, and are 0 if it tokenized nothing. `repeated`: the same command had made the output before.
     """
 
     splits: tuple[PreparedSplit, ...]
@@ -76,8 +73,6 @@ class Preparation:
     seconds: float
     repeated: bool = False
     megabytes_per_second: float = 0.0
-    megabytes_per_second_per_core: float = 0.0
-    tokenizer_share: float = 0.0
 
     def __str__(self) -> str:
         where = " and ".join(str(split) for split in self.splits)
@@ -91,10 +86,7 @@ class Preparation:
         if self.repeated:
             return f"nothing to do: the same command has prepared {where}; {left_out}"
         text = f"prepared {where}; {left_out}; {self.seconds:.1f} s"
-        if not self.megabytes_per_second:
-            return text
-        rates = f"{self.megabytes_per_second:.1f} MB/s, {self.megabytes_per_second_per_core:.1f} MB/s per core"
-        return f"{text}, {rates}, {self.tokenizer_share:.0%} of it in the tokenizer"
+        return f"{text}, {self.megabytes_per_second:.1f} MB/s" if self.megabytes_per_second else text
 
 
 @dataclass(frozen=True)
@@ -120,11 +112,9 @@ def prepare(
     output: str | Path,
     *,
     workers: int = 1,
-    work: str | Path | None = None,
     task: int | None = None,
     tasks: int = 1,
     restart: bool = False,
-    engine: str = "auto",
     unit_bytes: int | None = None,
     **options: object,
 ) -> Preparation | FinishedTask:
@@ -134,9 +124,8 @@ def prepare(
     and `validation`, which appear together. With `workers` above 1 that many spawned processes do the work, so the calling script
     needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
-    If the process is killed or fails, finished work stays in the `work` directory (default: hidden, beside `output`). The next
-    call with the same arguments finds it; `restart` deletes it first. `engine` (see `choose_engine`) and `workers` change no
-    byte of the output. `unit_bytes` is for tests.
+    If the process is killed or fails, finished work stays in a hidden directory beside `output`. The next call with the same
+    arguments finds it; `restart` deletes it first. `workers` changes no byte of the output. `unit_bytes` is for tests.
 
     Raises ConfigError for an argument out of range. Raises DataError for a problem with the files, an output that exists, and
     work that was begun with other inputs or options. `output` appears complete or not at all.
@@ -148,9 +137,9 @@ def prepare(
     begin = time.monotonic()
     if manifests := _manifests(output):
         plan, _ = _planned(inputs, tokenizer, settings, unit_bytes)
-        return _repeated(manifests, output, work, plan, tidy=task is None)
+        return _repeated(manifests, output, plan, tidy=task is None)
     own = None if task is None else (task, tasks)
-    with WorkDirectory.locked(output, work, own) as directory:
+    with WorkDirectory.locked(output, own) as directory:
         refuse_existing(directory.output)
         if restart:
             directory.restart()
@@ -160,7 +149,7 @@ def prepare(
         with ProcessPool(workers) as pool:
             units = range(task or 0, len(plan.units), tasks)
             try:
-                done = _do_units(plan, parts, pool, units, str(tokenizer), engine)
+                done = _do_units(plan, parts, pool, units, str(tokenizer))
             except DataError:
                 if task is None and not parts.finished():
                     directory.restart()  # nothing is lost, and another attempt can begin
@@ -170,15 +159,10 @@ def prepare(
             result = _assembled(directory, plan, parts, pool, settings.max_invalid)
     seconds = time.monotonic() - begin
     rate = sum(summary.bytes for summary in done) / MEGABYTE / max(seconds, 1e-9)
-    share = sum(summary.encode_seconds for summary in done) / max(seconds * workers, 1e-9)
-    return dataclasses.replace(
-        result, seconds=seconds, megabytes_per_second=rate, megabytes_per_second_per_core=rate / workers, tokenizer_share=share
-    )
+    return dataclasses.replace(result, seconds=seconds, megabytes_per_second=rate)
 
 
-def merge(
-    output: str | Path, *, work: str | Path | None = None, workers: int = 1, max_invalid: int | None = None
-) -> Preparation:
+def merge(output: str | Path, *, workers: int = 1, max_invalid: int | None = None) -> Preparation:
     """Put the tasks' work together into the output. `max_invalid`: by default that of the first task.
 
     Raises DataError naming the tasks that have not finished, and in the cases in which `prepare` does.
@@ -186,8 +170,8 @@ def merge(
     _check_division(workers, None, 1, False)
     begin = time.monotonic()
     if manifests := _manifests(output):
-        return _repeated(manifests, output, work, None, tidy=True)
-    with WorkDirectory.locked(output, work) as directory:
+        return _repeated(manifests, output, None, tidy=True)
+    with WorkDirectory.locked(output) as directory:
         refuse_existing(directory.output)
         plan = directory.read_plan()
         parts = directory.parts(plan)
@@ -219,7 +203,7 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
 def _check_place(inputs: Sequence[str] | Sequence[InputFile], output: str | Path) -> None:
     """Refuse an output that the same command, or another task, would take for input."""
     place = real(Path(output))
-    for folder in (item for item in inputs if isinstance(item, str) and Path(item).is_dir()):
+    for folder in (folder for item in inputs if isinstance(item, str) for folder in folders_taken(item)):
         if place.is_relative_to(real(Path(folder))):
             raise ConfigError(
                 f"--output {output} lies in the input folder {folder}, and the next start would take it for input; choose a place outside of it"
@@ -242,15 +226,13 @@ def _manifests(output: str | Path) -> dict[Path, Manifest]:
     return {Path(output) / name: read_manifest(Path(output) / name) for name in names}
 
 
-def _repeated(
-    manifests: dict[Path, Manifest], output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool
-) -> Preparation:
+def _repeated(manifests: dict[Path, Manifest], output: str | Path, plan: PreparationPlan | None, tidy: bool) -> Preparation:
     """The existing output of the same `plan` (None: of the plan in the remaining work, if any). `tidy`: remove the work.
 
     Raises DataError for an output of another plan.
     """
     made_by = {manifest.plan_sha256 for manifest in manifests.values()}
-    left = WorkDirectory(Path(output), work)
+    left = WorkDirectory(Path(output))
     if plan is None and left.begun:
         plan = left.read_plan()
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
@@ -258,7 +240,7 @@ def _repeated(
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.path.exists():
         # The work remains if a start was killed between its last two steps. A process that holds it removes it itself.
-        with contextlib.suppress(DataError), WorkDirectory.locked(output, work) as directory:
+        with contextlib.suppress(DataError), WorkDirectory.locked(output) as directory:
             if directory.begun and directory.read_plan().sha256 in made_by:
                 directory.remove()
     return dataclasses.replace(_outcome(manifests), repeated=True)
@@ -269,12 +251,7 @@ def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
     if before.plan_sha256:
         for option, value, now in plan.settings.changes(before.preparation):
             return f", prepared with {option} {value!r} instead of {now!r},"
-    if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
-        return (
-            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a modification "
-            "time is not; contents are not compared),"
-        )
-    return ", prepared from other inputs or with other options,"
+    return ", prepared from other inputs, or from these before one was modified, or with other options,"
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
@@ -298,7 +275,7 @@ def _assembled(
     duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
     total = {name: sum(getattr(summary, name) for summary in summaries) for name in ("empty", "invalid", "marks", "tokens")}
     counts = dict(zip(_COUNTS, (total["empty"], count, total["invalid"], total["marks"])))
-    preparation = {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256}
+    preparation = {**dataclasses.asdict(settings), **counts}
     root = directory.begin_assembly()
     names = SPLITS if settings.validation_fraction else (".",)
     manifests = {}
@@ -318,9 +295,7 @@ def _assembled(
 def _empty_split(name: str, documents: int, plan: PreparationPlan) -> str:
     if plan.cuts_tail:
         part = "end" if name == SPLITS[1] else "beginning"
-        if len(plan.inputs) == 1:
-            return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
-        return f"the {name} split is empty: the {part} of each of the {len(plan.inputs)} files is too short, blank, invalid or a duplicate; choose another --validation-fraction"
+        return f"the {name} split is empty: the {part} of every text file is too short, blank, invalid or a duplicate; choose another --validation-fraction"
     return (
         f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction "
         f"{plan.settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file of plain "
@@ -340,32 +315,26 @@ def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
 
 
 def _do_units(
-    plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str, engine: str
+    plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str
 ) -> list[PartSummary]:
     """Do the `units` that are not finished. Return what was done."""
     if plan.cuts_tail:
         share = f"{plan.settings.validation_fraction:.4g}"
         where = "from the next line on, or else from the next word or character"
-        if len(plan.inputs) == 1:
-            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
-        else:
-            count = len(plan.inputs)
-            _say(
-                f"{count} text files, too few for a share of {share} of them: the end of each, so much of it, is the validation split, {where}"
-            )
+        _say(
+            f"too few text files for a share of {share} of them: the end of each, so much of it, is the validation split, {where}"
+        )
     parts.remove_leftovers(units)
     settings, finished, done = plan.settings, parts.finished(), []
     todo = {unit: pieces for unit, pieces in enumerate(plan.pieces) if unit in units and unit not in finished}
     chosen = "library"
     if todo and not settings.ids_field:
         sample = sample_texts(list(todo.values()), settings, plan.tokenizer.eod_id)
-        chosen = choose_engine(tokenizer, sample, engine).engine
+        chosen = choose_engine(tokenizer, sample).engine
     if finished:
         _say(f"continuing: {len(finished)} of {len(plan.units)} units of work are finished")
     jobs = [
-        UnitJob(
-            unit, pieces, settings, tokenizer, plan.tokenizer, chosen, plan.cuts_tail, len(plan.inputs) == 1, parts.directory
-        )
+        UnitJob(unit, pieces, settings, tokenizer, plan.tokenizer, chosen, plan.cuts_tail, parts.directory)
         for unit, pieces in todo.items()
     ]
     total = sum(piece.size for pieces in todo.values() for piece in pieces)

@@ -77,11 +77,11 @@ def reading(file: InputFile) -> Iterator[None]:
         raise DataError(f"{file.name}: cannot be read ({reason})") from error
 
 
-def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[str]) -> None:
-    """Raise DataError unless the file has these columns, each once."""
+def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[str], option: str = "--text-field") -> None:
+    """Raise DataError unless the file has these columns, which `option` named, each once."""
     for name in columns:
         if name not in present:
-            raise DataError(f"{file.name}: no column {name!r}; it has: {', '.join(present)}. Name one with --text-field")
+            raise DataError(f"{file.name}: no column {name!r}; it has: {', '.join(present)}. Name one with {option}")
         if present.count(name) > 1:
             raise DataError(f"{file.name}: has {present.count(name)} columns {name!r}; rename all but one")
 

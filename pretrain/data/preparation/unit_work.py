@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ _SAMPLED_UNITS = 64
 _SAMPLED_CHARACTERS = 1 << 17
 _LAST_PLACE = 2**64 - 1
 _LEAST_PART = 16
-"""Characters that each side of a file has at least, where several files are cut. Shorter ends would be more than the share that was asked for."""
+"""Characters that each side of a cut file has at least. Shorter ends would be more than the share that was asked for."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 Work = Sequence[int]
@@ -39,9 +38,7 @@ Work = Sequence[int]
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit as a process gets it. `cuts_tail`: the end of each document belongs to the validation split, instead of some documents. `only_file`: the
-    corpus is one file.
-    """
+    """One unit as a process gets it. `cuts_tail`: the end of each document belongs to the validation split, instead of some documents."""
 
     unit: int
     pieces: tuple[Piece, ...]
@@ -50,7 +47,6 @@ class UnitJob:
     tokenizer: TokenizerIdentity
     engine: str
     cuts_tail: bool
-    only_file: bool
     parts: Path
 
 
@@ -74,9 +70,8 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 
 
 def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
-    begin, settings = time.perf_counter(), job.settings
+    settings = job.settings
     encoder = load_encoder(job.tokenizer_path, job.tokenizer, job.engine, settings.fim_rate, settings.fim_spm_rate)
-    encode_begin = encoder.seconds
     with PartWriter(job.parts, job.unit, encoder.dtype, settings.deduplicate) as part:
         unit = _Unit(job, encoder)
         consumed = 0
@@ -89,9 +84,7 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
                 part.add(tokens, lengths, **columns)
             report((len(batch), len(tokens), sum(document.bytes for document in batch), unit.consumed - consumed))
             consumed = unit.consumed
-        counts = {name: value for name, value in vars(unit.tally).items() if name != "consumed"}
-        seconds = time.perf_counter() - begin
-        return part.finish(**counts, seconds=seconds, encode_seconds=encoder.seconds - encode_begin)
+        return part.finish(**{name: value for name, value in vars(unit.tally).items() if name != "consumed"})
 
 
 def sample_texts(units: Sequence[Sequence[Piece]], settings: Settings, end_id: int) -> Iterator[str]:
@@ -165,23 +158,11 @@ class _Unit:
                 continue
             cut = _tail_begin(content, self._job.settings.validation_fraction)
             head, tail = content[:cut], content[cut:]
-            least = 1 if self._job.only_file else _LEAST_PART
-            if (min(len(head), len(tail)) < least or _is_blank(head) or _is_blank(tail)) and not _is_blank(content):
-                if self._job.only_file:
-                    self._refuse_blank(reader.origin(row), head, tail)
+            if min(len(head), len(tail)) < _LEAST_PART or _is_blank(head) or _is_blank(tail):
                 yield content, row, _LAST_PLACE
                 continue
             yield head, row, _LAST_PLACE
             yield tail, row + content.count("\n", 0, cut), 0
-
-    def _refuse_blank(self, origin: str, head: str, tail: str) -> None:
-        """Raise DataError if a document with text is cut and one of its two parts has no text."""
-        for name, part, which, change in (("train", head, "first", "smaller"), ("validation", tail, "last", "larger")):
-            if _is_blank(part):
-                raise DataError(
-                    f"{origin}: one document, cut by --validation-fraction {self._job.settings.validation_fraction} into two; its {which} "
-                    f"{len(part)} of {len(head) + len(tail)} characters, the {name} split, hold no text; choose a {change} fraction"
-                )
 
     def _document(self, content: Content, row: int, reader: PieceReader, place: int | None) -> _Document | None:
         """The document; None if it has no text, or text that is not valid, and is counted."""

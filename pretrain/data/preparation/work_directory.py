@@ -29,7 +29,7 @@ from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.tokenizers.tokenizer import copy_difference
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import DataError
 from pretrain.storage import copy_tree, flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
 from pretrain.transfer import refuse_url
 
@@ -42,39 +42,26 @@ _OURS = re.compile(rf"lock|plan\.json|tokenizer|deduplicate|(begin\.|parts-|asse
 class WorkDirectory:
     """The work directory of `output`, locked. `WorkDirectory.locked` gives one."""
 
-    def __init__(self, output: Path, work: str | Path | None) -> None:
+    def __init__(self, output: Path) -> None:
         self.output, self._whole = output, output.absolute()
-        self._parent = Path(work).absolute() if work else self._whole.parent
-        # Outputs that share a folder for work mostly differ in their own folders: a/train and b/train.
-        name = f"{self._whole.parent.name}.{self._whole.name}" if work else self._whole.name
-        self.path = self._parent / f".{name}.preparing"
+        self.path = self._whole.parent / f".{self._whole.name}.preparing"  # not with_name, which raises for "/"
         self.tokenizer = self.path / "tokenizer"
         self._plan = self.path / "plan.json"
 
     @classmethod
     @contextlib.contextmanager
-    def locked(
-        cls, output: str | Path, work: str | Path | None = None, task: tuple[int, int] | None = None
-    ) -> Iterator[WorkDirectory]:
+    def locked(cls, output: str | Path, task: tuple[int, int] | None = None) -> Iterator[WorkDirectory]:
         """Create the directory if it is missing, and hold it: alone, or as `task` (number, of how many) beside other tasks.
 
-        It is a hidden folder beside `output`, or in the folder `work`, which must be on the same filesystem. Raises DataError at once if
-        another process holds it. The directory is removed again if it gets no plan.
+        It is a hidden folder beside `output`. Raises DataError at once if another process holds it. The directory is removed again if it
+        gets no plan.
         """
         refuse_url("--output", output)
-        refuse_url("--work", work)
-        if work and Path(work).exists() and not Path(work).is_dir():
-            raise ConfigError(f"--work {work}: not a directory; give a folder")
-        directory = cls(Path(output), work)
-        path, parent = directory.path, directory._whole.parent
+        directory = cls(Path(output))
+        path = directory.path
         with contextlib.ExitStack() as stack:
             while True:
                 with writing(directory.output):
-                    parent.mkdir(parents=True, exist_ok=True)
-                with writing(Path(work) if work else directory.output):
-                    directory._parent.mkdir(parents=True, exist_ok=True)
-                    if directory._parent.stat().st_dev != parent.stat().st_dev:
-                        raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")
                     path.mkdir(parents=True, exist_ok=True)
                     if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
@@ -159,12 +146,12 @@ class WorkDirectory:
     def read_plan(self) -> PreparationPlan:
         """The plan of the work. Raises DataError if it is missing."""
         if not self.begun:
-            raise DataError(f"{self.path}: no preparation was begun there; run the tasks first, or name theirs with --work")
+            raise DataError(f"{self.path}: no preparation was begun there; run the tasks first")
         return PreparationPlan.from_json(self._plan.read_bytes(), str(self._plan))
 
     @property
     def parts_directory(self) -> Path:
-        return self.path / _parts_name(self._plan)
+        return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
 
     def parts(self, plan: PreparationPlan) -> UnitParts:
         return UnitParts(self.parts_directory, DTYPES[dtype_for(plan.tokenizer.vocab_size)], plan.settings.deduplicate)
@@ -194,11 +181,7 @@ class WorkDirectory:
         """Remove the work. If that is interrupted, the output exists, and the next start finds it and continues."""
         self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
-            self.path.rmdir()  # a folder that --work names stays: it is the user's
-
-
-def _parts_name(plan: Path) -> str:
-    return f"{_PARTS}{sha256_of(plan)[:16]}"
+            self.path.rmdir()
 
 
 @contextlib.contextmanager

@@ -107,16 +107,6 @@ class Manifest:
 _SHARD_KEYS = {field.name for field in dataclasses.fields(Shard)}
 
 
-def tokenizer_keys(tokenizer: TokenizerIdentity) -> dict[str, Any]:
-    """The manifest's keys about its tokenizer."""
-    return {
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-        "tokenizer_sha256": tokenizer.sha256,
-        "eod_token": tokenizer.eod_token,
-    }
-
-
 def tokenizer_config_sha256(tokenizer: Path) -> str | None:
     """The hash of tokenizer_config.json in a tokenizer's directory. None without such a file."""
     file = tokenizer / CONFIG_NAME
@@ -243,17 +233,36 @@ def _check_entry(file: Path, place: str, content: dict, expected: set[str]) -> N
             raise DataError(f"{file}: {place}{key} must be {wanted}, got {value!r}")
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `directory`/manifest.json."""
+def write_manifest(
+    directory: Path,
+    tokenizer: TokenizerIdentity,
+    shards: Sequence[Shard],
+    inputs: Sequence[str],
+    preparation: dict[str, Scalar],
+    plan_sha256: str | None = None,
+    invalid: Sequence[tuple[str, str]] = (),
+) -> Manifest:
+    """Write inputs.json, invalid.jsonl and manifest.json beside the shards and the tokenizer in `directory`. `inputs`: names of files."""
+    names = (json.dumps(list(inputs), indent=0) + "\n").encode()
+    (directory / INPUTS_NAME).write_bytes(names)
+    manifest = Manifest(
+        dtype=dtype_for(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        tokenizer_sha256=tokenizer.sha256,
+        eod_token=tokenizer.eod_token,
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        inputs_sha256=hashlib.sha256(names).hexdigest(),
+        preparation=preparation,
+        shards=tuple(shards),
+        plan_sha256=plan_sha256,
+        invalid_sha256=write_invalid(directory, invalid),
+        tokenizer_config_sha256=tokenizer_config_sha256(directory / "tokenizer"),
+    )
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
     (directory / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
-
-
-def write_inputs(directory: Path, names: Sequence[str]) -> str:
-    """Write the names of the input files to `directory`/inputs.json. Return the sha256 of that file."""
-    content = (json.dumps(list(names), indent=0) + "\n").encode()
-    (directory / INPUTS_NAME).write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
+    return manifest
 
 
 def write_invalid(directory: Path, rows: Sequence[tuple[str, str]]) -> str | None:

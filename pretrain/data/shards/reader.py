@@ -82,7 +82,7 @@ class PreparedData:
 
     def __init__(self, path: Path | str, manifest: Manifest, remote: RemoteFiles | None = None):
         self.path = path
-        self._remote = remote
+        self._url_files = remote
         self.manifest = manifest
         self.dtype = DTYPES[manifest.dtype]
         self.vocab_size = manifest.vocab_size
@@ -107,7 +107,7 @@ class PreparedData:
         GB). A missing shard is noticed only when it is read.
 
         Raises DataError, naming the file, for anything missing, empty, truncated, of another version or inconsistent. Contents
-        are not hashed here; `verify` and `verify_documents` do that.
+        are not hashed here; `verify` and `verify_documents` do that. Without `sizes` a wrong size is found when the file is opened.
         """
         if is_url(path):
             from pretrain.data.shards.remote_files import open_remote
@@ -121,17 +121,17 @@ class PreparedData:
 
     def __reduce__(self):
         # Open files are not pickled; path and manifest are enough.
-        return PreparedData, (self.path, self.manifest, self._remote)
+        return PreparedData, (self.path, self.manifest, self._url_files)
 
     @property
     def is_remote(self) -> bool:
         """Whether shards are downloaded when they are read."""
-        return self._remote is not None
+        return self._url_files is not None
 
     @property
     def tokenizer_path(self) -> Path:
         """The local directory with the copy of the tokenizer, for `load_tokenizer`."""
-        return (self._remote.directory if self._remote else self.path) / "tokenizer"
+        return (self._url_files.directory if self._url_files else self.path) / "tokenizer"
 
     def check_tokenizer(self) -> None:
         """Raise DataError unless the copy is the tokenizer that the data were prepared with."""
@@ -160,7 +160,7 @@ class PreparedData:
     @property
     def manifest_file(self) -> Path:
         """The local manifest.json."""
-        return Path(self._remote.directory if self._remote else self.path) / "manifest.json"
+        return Path(self._url_files.directory if self._url_files else self.path) / "manifest.json"
 
     @functools.cached_property
     def documents_fingerprint(self) -> str:
@@ -265,12 +265,12 @@ class PreparedData:
 
         Positions outside the stream are ignored, so that a reader may look beyond its end. Returns at once.
         """
-        if self._remote is None:
+        if self._url_files is None:
             return
         start, end = max(start, 0), min(start + count, self.tokens)
         if start < end:
             first, last = (bisect.bisect_right(self._token_starts, position) - 1 for position in (start, end - 1))
-            self._remote.prefetch(
+            self._url_files.prefetch(
                 file for shard in range(first, last + 1) for file in self.manifest.shards[shard].stored(self.dtype)[:2]
             )
 
@@ -290,7 +290,7 @@ class PreparedData:
     @functools.cached_property
     def _inputs(self) -> list[str]:
         sha256 = self.manifest.inputs_sha256
-        folder = self._remote.directory_with("inputs.json", sha256) if self._remote is not None else self.path
+        folder = self._url_files.directory_with("inputs.json", sha256) if self._url_files is not None else self.path
         return read_inputs(folder, sha256)
 
     @property
@@ -315,10 +315,10 @@ class PreparedData:
         Raises DataError naming the first damaged file.
         """
         shards = range(part, len(self.manifest.shards), parts)
-        if self._remote is not None:
+        if self._url_files is not None:
             if hashes:
                 stored = (file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype))
-                self._remote.verify(stored, fetch, seen)
+                self._url_files.verify(stored, fetch, seen)
             return
         for shard in shards:
             for file in self.manifest.shards[shard].stored(self.dtype):
@@ -334,8 +334,8 @@ class PreparedData:
         """
         for shard in range(len(self.manifest.shards)):
             file = self._file(shard, _DOCUMENTS)
-            if self._remote is not None:
-                self._remote.verify([file], fetch=True)
+            if self._url_files is not None:
+                self._url_files.verify([file], fetch=True)
             else:
                 self._verify_local(file, hashes=True)
             self._check_documents(shard)
@@ -373,9 +373,11 @@ class PreparedData:
 
     def _open(self, key: tuple[int, int]) -> OpenFile:
         file = self._file(*key)
-        if self._remote is not None:
-            with self._remote.open(file) as copy:
-                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name), self._remote.cache.path(file.sha256))
+        if self._url_files is not None:
+            with self._url_files.open(file) as copy:
+                return OpenFile(
+                    os.dup(copy.fileno()), self._url_files.place(file.name), self._url_files.cache.path(file.sha256)
+                )
         return OpenFile.at(self.path / file.name, file.size)
 
     def _file(self, shard: int, which: int) -> StoredFile:

@@ -149,7 +149,7 @@ def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
 
 
 def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
-    """The names of the files that a tokenizer can have, because https cannot list a folder."""
+    """The tokenizer's files, by name and content. Every possible name is asked for, because https cannot list a folder."""
     found = {}
     for name in (JSON_NAME, CONFIG_NAME):
         with contextlib.suppress(FileNotFoundError):
@@ -222,11 +222,6 @@ class Prefetcher:
                 self.threads[-1].start()
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait until nothing is left to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not (self._waiting or self._running))
-
     def close(self) -> None:
         """Give up waiting files, cancel running downloads, and end the threads."""
         if os.getpid() != self._process:  # a forked child: the threads belong to the parent
@@ -258,4 +253,3 @@ class Prefetcher:
             finally:
                 with self._changed:
                     self._running.discard(file)
-                    self._changed.notify_all()

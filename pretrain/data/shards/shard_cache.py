@@ -114,11 +114,6 @@ class ShardCache:
                 if descriptor is not None and not self.path(sha256).exists():
                     return self._fetch(descriptor, sha256, size, place, download)
 
-    def usage(self) -> int:
-        """Bytes of all files here. Files being downloaded count with their final size."""
-        with _lock(self.directory / "lock"):
-            return _total(_listing(self._files)) + _total(_listing(self._partial))
-
     def _open_present(self, sha256: str, size: int, place: str) -> BinaryIO | None:
         try:
             file = self.path(sha256).open("rb")

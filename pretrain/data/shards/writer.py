@@ -10,18 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.shards.manifest import (
-    DTYPES,
-    INDEX_DTYPE,
-    ORIGIN_DTYPE,
-    Manifest,
-    Shard,
-    dtype_for,
-    tokenizer_config_sha256,
-    tokenizer_keys,
-    write_inputs,
-    write_manifest,
-)
+from pretrain.data.shards.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Shard, dtype_for, write_manifest
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of
 from pretrain.errors import DataError
 from pretrain.storage import staged_directory
@@ -169,14 +158,4 @@ class ShardWriter:
     def _finish(self) -> None:
         self._close_shard()
         self._tokenizer.save(self._directory / "tokenizer")
-        manifest = Manifest(
-            dtype=self._dtype,
-            **tokenizer_keys(identity_of(self._tokenizer)),
-            documents=self.documents,
-            tokens=self.tokens,
-            inputs_sha256=write_inputs(self._directory, [_NO_INPUT]),
-            preparation={},
-            shards=tuple(self.shards),
-            tokenizer_config_sha256=tokenizer_config_sha256(self._directory / "tokenizer"),
-        )
-        write_manifest(self._directory, manifest)
+        write_manifest(self._directory, identity_of(self._tokenizer), self.shards, [_NO_INPUT], preparation={})

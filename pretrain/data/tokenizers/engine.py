@@ -3,7 +3,7 @@
 The choice is made once, in the process that starts the work, on a sample of the corpus. Other processes get it by name:
 
     tokenizer = choose_engine(path, sample)                     # one line on stderr says what was chosen, and why
-    same_one = load_with(tokenizer.engine, path)                # in a worker
+    same_one = TiktokenTokenizer(load_tokenizer(path))          # in a worker, if tokenizer.engine is "tiktoken"
 
 tiktoken encodes byte-level BPE. It merges by the rank of the *result*, `tokenizers` by the rank of the *pair*. The two agree for
 vocabularies from BPE training, and for those that list all pairs of a token one after the other. Other files are refused here by
@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from pretrain.errors import ConfigError, DataError, say
+from pretrain.errors import DataError, say
 
-ENGINES = ("auto", "tiktoken", "library")
 SAMPLE_CHARACTERS = 8 << 20
 """How many characters of a corpus the proof reads."""
 _BATCH_CHARACTERS = 1 << 18
@@ -73,50 +72,26 @@ TORTURE_TEXTS = (
 """Texts on which encoders are known to differ: Unicode, white space, digits, contractions, marks, fake special tokens, long runs."""
 
 
-def choose_engine(
-    path: str | Path, sample: Iterable[str] = (), engine: Literal["auto", "tiktoken", "library"] = "auto"
-) -> Tokenizer:
+def choose_engine(path: str | Path, sample: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer at `path` with the fastest engine that gives its ids. The proof includes the first 8M characters of `sample`.
 
-    `engine` "library" needs no proof. "tiktoken" raises DataError if "auto" would choose the library, and ConfigError if tiktoken
-    is not installed. "auto" says on stderr, in one line, what it chose and why.
+    Says on stderr, in one line, what it chose and why.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
     library = load_tokenizer(path)
-    if engine == "library":
-        return library
     if not isinstance(library, HuggingFaceTokenizer):
-        return library if engine == "auto" else load_with(engine, path)  # this raises the reason
+        return library
     try:
         fast = TiktokenTokenizer(library)
         count = prove(fast, library, sample)
-    except ImportError as error:
-        if engine == "tiktoken":
-            raise ConfigError("engine='tiktoken': tiktoken is not installed; pip install tiktoken") from error
+    except ImportError:
         _say("the tokenizers library; for byte-level BPE, tiktoken is several times faster: pip install tiktoken")
         return library
     except DataError as error:
-        if engine == "tiktoken":
-            raise
         _say(f"the tokenizers library; {error}")
         return library
-    exceptions = f", to which {fast.left_to_library:,} of them were left" if fast.left_to_library else ""
-    _say(f"tiktoken, with the ids of the tokenizers library on {count:,} texts{exceptions}")
+    exceptions = f", which encodes {fast.left_to_library:,} of them itself" if fast.left_to_library else ""
+    _say(f"tiktoken; on {count:,} texts its ids are those of the tokenizers library{exceptions}")
     return fast
-
-
-def load_with(engine: Literal["tiktoken", "library"], path: str | Path) -> Tokenizer:
-    """The tokenizer at `path` with the engine that `choose_engine` has chosen, to load it in another process.
-
-    Raises DataError as `load_tokenizer`, and if tiktoken cannot express the tokenizer.
-    """
-    library = load_tokenizer(path)
-    if engine == "library":
-        return library
-    if not isinstance(library, HuggingFaceTokenizer):
-        raise DataError(f"{library.file}: tiktoken cannot encode it: it is a SentencePiece model, not byte-level BPE")
-    return TiktokenTokenizer(library)
 
 
 def _say(line: str) -> None:

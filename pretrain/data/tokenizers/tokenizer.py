@@ -273,7 +273,7 @@ class TokenizerIdentity(NamedTuple):
 
     `sha256`: the hash of the file that decides the ids, special tokens included. `eod_token`: the text of the token `eod_id`, if
     another file names it (tokenizer_config.json), in which base and chat releases of one model differ. It is None if the file itself
-    names the token, and for data of format version 2, which did not keep it.
+    names the token.
     """
 
     sha256: str
@@ -365,16 +365,7 @@ def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None
     if file.suffix != ".json":
         return None
     token = eos_token(file.parent / CONFIG_NAME)
-    if expected.eod_token is not None:
-        return None if token == expected.eod_token else f"{CONFIG_NAME} ends documents with {token}, not {expected.eod_token}"
-    # Data of format version 2 has only the id. The library may number added tokens anew, so only a clear contradiction counts.
-    specification = json.loads(content)
-    vocabulary = specification["model"].get("vocab") or {}
-    ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
-    ids = {item["content"]: item["id"] for item in specification.get("added_tokens") or []} | ids
-    if ids.get(token) != expected.eod_id and expected.eod_id in ids.values():
-        return f"{CONFIG_NAME} ends documents with {token} ({ids.get(token)}), not with token {expected.eod_id}"
-    return None
+    return None if token == expected.eod_token else f"{CONFIG_NAME} ends documents with {token}, not {expected.eod_token}"
 
 
 def _file_of(path: Path) -> Path:

@@ -138,7 +138,7 @@ def _counted(texts: Iterator[str], progress: CorpusProgress, lowercase: bool) ->
         yield data.decode().lower() if lowercase else data.decode()
 
 
-def pieces(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:
+def stretches_of(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:
     """Cut `text` into stretches of at most `limit` bytes of UTF-8, at line ends where possible, losing nothing.
 
     Line feeds stay inside the stretches, so that the trainer can learn pieces with them, such as "):\\n" or "\\n\\n".
@@ -173,7 +173,7 @@ def sample_of(texts: Iterable[str], limit: int) -> list[str]:
 
 
 def _sample(documents: Iterator[str], model_type: str, vocab_size: int, sample_pieces: int) -> list[str]:
-    sample = sample_of((piece for text in documents for piece in pieces(text)), sample_pieces)
+    sample = sample_of((stretch for text in documents for stretch in stretches_of(text)), sample_pieces)
     if not sample:
         raise DataError("the corpus is empty: the input files hold no text")
     megabytes = sum(map(len, sample)) / MEGABYTE

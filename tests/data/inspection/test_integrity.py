@@ -11,10 +11,11 @@ import pytest
 from pair_files import split_of
 from running import run_main, tool
 
-from pretrain.config.data_schema import ValidationSource
+from pretrain.config.data_schema import Text, ValidationSource
 from pretrain.config.schema import Config
 from pretrain.data.inspection.integrity import check_integrity
 from pretrain.data.pairs.prepared_pairs import prepare_pairs
+from pretrain.data.sources import with_prepared_text
 
 
 def flip(file: Path) -> str:
@@ -116,6 +117,11 @@ def run_on_pairs(folder: Path, pairs: Path) -> Path:
     config = Config()
     config.data.pairs = str((pairs / "train").relative_to(folder))
     config.data.validation = [ValidationSource(str((pairs / "validation").relative_to(folder)))]
+    return run_of(folder, config)
+
+
+def run_of(folder: Path, config: Config) -> Path:
+    """The directory of a run that was started in a folder."""
     start = {"step": 0, "samples": 0, "data_size": 1, "config": dataclasses.asdict(config), "folder": str(folder)}
     (folder / "run").mkdir()
     (folder / "run" / "starts.jsonl").write_text(json.dumps(start | {"fingerprints": []}) + "\n")
@@ -136,3 +142,19 @@ def test_the_pairs_of_a_run_are_checked_and_so_is_a_directory_of_pairs(tmp_path,
         assert code == 1 and [damage["file"] for damage in found["damaged"]] == named
     flip(both / "train" / "pairs.json")
     assert str(both / "train") in [damage["file"] for damage in check(run, capsys)[1]["damaged"]]
+
+
+def test_the_text_of_a_run_is_checked_and_not_prepared_for_that(tmp_path, byte_tokenizer, capsys):
+    """A missing one was prepared anew, and was intact."""
+    (tmp_path / "a.txt").write_text("some text")
+    config = Config()
+    config.data.text = Text(input=[str(tmp_path / "a.txt")], tokenizer=str(byte_tokenizer))
+    config.data.cache.dir = str(tmp_path / "cache")
+    run = run_of(tmp_path, config)
+    place = with_prepared_text(config, make=False).data.sources[0].path
+    code, found, _ = check(run, capsys)
+    assert code == 1 and [damage["file"] for damage in found["damaged"]] == [place] and not (tmp_path / "cache").exists()
+    with_prepared_text(config)
+    assert check(run, capsys)[0] == 0
+    flip(Path(place) / "shard-00000.bin")
+    assert [damage["file"] for damage in check(run, capsys)[1]["damaged"]] == [f"{place}/shard-00000.bin"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pretrain.config.data_schema import Data
 from pretrain.config.schema import Batch, Config
 from pretrain.conventions import IGNORED
-from pretrain.data.pairs.pair_training import PairLoader, PairOrder, PairTraining, cut, pair_inputs, shares
+from pretrain.data.pairs.pair_training import PairLoader, PairOrder, PairTraining, batch_ends, pair_inputs, pairs_of_ranks
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.errors import ConfigError
@@ -77,7 +77,7 @@ lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 @settings(deadline=None)
 def test_runs_are_within_the_budget_and_cannot_take_one_more(values, tokens):
     sources, targets = np.array(values).T
-    ends = cut(sources, targets, tokens)
+    ends = batch_ends(sources, targets, tokens)
     starts = [0, *ends[:-1]]
     assert ends[-1] == len(values) and all(a < b for a, b in zip(starts, ends))
     for a, b in zip(starts, ends):
@@ -90,7 +90,7 @@ def test_runs_are_within_the_budget_and_cannot_take_one_more(values, tokens):
 @settings(deadline=None)
 def test_ranks_share_a_batch_in_equally_many_micro_steps(values, ranks, tokens):
     sources, targets = np.array(values).T
-    parts = shares(sources, targets, ranks, tokens)
+    parts = pairs_of_ranks(sources, targets, ranks, tokens)
     assert np.array_equal(np.concatenate([p for rank in parts for p in rank]), np.arange(len(values)))
     assert len({len(rank) for rank in parts}) == 1
     sizes = [len(p) * (sources[p].max() + targets[p].max()) for rank in parts for p in rank if len(p)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from running import some_slow
 
 from pretrain.data.preparation.encode import PLACES, Encoder, FillInMiddle, LongTexts
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS, load_with, vocabulary_texts
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, TiktokenTokenizer, vocabulary_texts
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN, train_tokenizer
 from pretrain.errors import DataError
@@ -66,7 +66,7 @@ def tokenizers_by_name(tmp_path_factory, trained, texts):
     """Every kind that the project trains, by every engine; SentencePiece with a space before every text; and those of KINDS."""
     root = tmp_path_factory.mktemp("published")
     found = {name: load_tokenizer(path) for name, path in trained.items()}
-    found["tiktoken"] = load_with("tiktoken", trained["byte_bpe"])
+    found["tiktoken"] = TiktokenTokenizer(found["byte_bpe"])
     found["dummy_prefix"] = load_tokenizer(_sentencepiece(root / "dummy", texts))
     for name, (model, normalizer, pre_tokenizer) in KINDS.items():
         found[name] = load_tokenizer(_hugging_face(root / name, model, normalizer, pre_tokenizer, texts))
@@ -247,7 +247,9 @@ import re, sys
 from pretrain.data.preparation.prepare import prepare
 if __name__ == "__main__":
     text, tokenizer, output, engine = sys.argv[1:]
-    print(prepare([text], tokenizer, output, engine=engine).splits[0].tokens)
+    if engine == "library":
+        sys.modules["tiktoken"] = None
+    print(prepare([text], tokenizer, output).splits[0].tokens)
     print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) // 1000)
 """
 

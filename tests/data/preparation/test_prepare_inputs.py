@@ -241,12 +241,12 @@ def test_a_path_through_a_link_and_back_means_the_same_as_to_the_system(tmp_path
         for name in ("a.txt", "data/b.txt"):
             Path(folder, name).write_text(text)
     for number, pattern in enumerate(("link/../a.txt", "link/../*.txt", "link/../data")):
-        prepare([pattern], byte_tokenizer, f"link/../out{number}", work="link/../work" if number else None)
+        prepare([pattern], byte_tokenizer, f"link/../out{number}")
         data = PreparedData.open(f"link/../out{number}")
         assert bytes(data.read(0, data.tokens - 1).tolist()) == b"right"
     with staged_directory(Path("link/../staged")) as stage:
         stage.joinpath("x").touch()
-    assert sorted(path.name for path in Path("elsewhere").iterdir() if path.is_dir()) == ["data", "folder", "out0", "out1", "out2", "staged", "work"]
+    assert sorted(path.name for path in Path("elsewhere").iterdir() if path.is_dir()) == ["data", "folder", "out0", "out1", "out2", "staged"]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path, byte_tokenizer):
@@ -271,9 +271,9 @@ def test_a_folder_means_its_visible_files(prepared, tmp_path, capsys):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "c/link").symlink_to(tmp_path / "c/e")
-    texts, _ = prepared(tmp_path / "c", engine="library")
+    texts, _ = prepared(tmp_path / "c")
     assert texts == ["c/b.txt", "c/d.py", "c/e/z"]
-    assert capsys.readouterr().err == f"{tmp_path}/c: left out 3 hidden files and folders and 1 links to folders\n"
+    assert f"{tmp_path}/c: left out 3 hidden files and folders and 1 links to folders\n" in capsys.readouterr().err
 
 
 DIRTY = b"""{"text": "fine"}
@@ -300,7 +300,7 @@ REASONS = [
 def test_rows_that_cannot_be_used_are_left_out_counted_and_listed(tmp_path, byte_tokenizer, unit_bytes, workers):
     """D-D7: bad UTF-8, broken JSON, missing, empty and wrong fields, up to --max-invalid."""
     (tmp_path / "d.jsonl").write_bytes(DIRTY)
-    options = {"unit_bytes": unit_bytes, "workers": workers, "engine": "library"}
+    options = {"unit_bytes": unit_bytes, "workers": workers}
     with pytest.raises(DataError, match=r"d\.jsonl, line [23]: .*leave such rows out, up to a number, with --max-invalid"):
         prepare([str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out", **options)
     with pytest.raises(DataError, match=r"--max-invalid") as caught:
@@ -319,7 +319,7 @@ def test_the_limit_of_invalid_rows_is_that_of_all_tasks_together(tmp_path, byte_
     """D-D7: over tasks too; and a larger number goes on from what is finished."""
     (tmp_path / "d.jsonl").write_bytes(DIRTY)
     arguments = [[str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out"]
-    options = {"unit_bytes": 40, "engine": "library", "tasks": 3}
+    options = {"unit_bytes": 40, "tasks": 3}
     message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*finished work is kept"
     with pytest.raises(DataError, match=message):
         for task in range(3):
@@ -343,6 +343,16 @@ def test_what_a_tokenizer_cannot_express_and_gaps_in_tables_are_rows_that_may_be
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
     result = prepare([str(tmp_path / "c.parquet")], byte_tokenizer, tmp_path / "c", max_invalid=3, ids_field="ids")
     assert (result.invalid_documents, contents(tmp_path / "c")[0]) == (3, ["\x01", "\x03"])
+
+
+@pytest.mark.parametrize("option", ["text_field", "ids_field"])
+def test_a_table_without_a_column_names_the_option_that_asked_for_it(tmp_path, byte_tokenizer, option):
+    """It was --text-field for a column of ids as well."""
+    table = pa.table({"a": ["x"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", write_arrow(tmp_path / "a.arrow", table, stream=True)):
+        with pytest.raises(DataError, match=rf"no column 'b'; it has: a\. Name one with --{option.replace('_', '-')}"):
+            prepare([str(path)], byte_tokenizer, tmp_path / "out", **{option: "b"})
 
 
 def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
@@ -376,11 +386,11 @@ def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
     for name, (content, message) in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=rf"{name}: {re.escape(message)}") as caught:
-            prepare([str(tmp_path / name)], byte_tokenizer, tmp_path / "out", engine="library")
+            prepare([str(tmp_path / name)], byte_tokenizer, tmp_path / "out")
         assert "\n" not in str(caught.value)
     (tmp_path / "z.txt").write_text("good")
     inputs = [str(tmp_path / name) for name in (*files, "z.txt")]
-    assert prepare(inputs, byte_tokenizer, tmp_path / "out", max_invalid=len(files), engine="library").invalid_documents == 14
+    assert prepare(inputs, byte_tokenizer, tmp_path / "out", max_invalid=len(files)).invalid_documents == 14
     assert contents(tmp_path / "out")[0] == ["good"]
 
 
@@ -558,7 +568,6 @@ def test_urls_that_cannot_be_read_are_one_line(tmp_path, byte_tokenizer, capsys,
             2,
             "--output s3://bucket/out: is a URL; name a directory on a local",
         ),
-        (["--input", "a.txt", "--output", "out", "--work", "gs://b/w"], 2, "--work gs://b/w: is a URL"),
         (
             ["--input", "a.txt", "--output", "out", "--tokenizer", "s3://b/t"],
             1,
@@ -775,7 +784,7 @@ def test_a_document_of_100_megabytes_comes_out_whole(tmp_path, monkeypatch, trai
     monkeypatch.setattr(
         HuggingFaceTokenizer, "encode_arrays", lambda _, texts: [np.frombuffer(t.encode(), np.uint8) for t in texts]
     )
-    result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "out", engine="library")
+    result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "out")
     data = PreparedData.open(tmp_path / "out")
     assert (result.splits[0].documents, data.tokens) == (1, len(text) + 1)
     assert data.manifest.shards[0].longest == len(text) + 1 and data.manifest.shards[0].bytes == len(text)

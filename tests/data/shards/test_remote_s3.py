@@ -186,7 +186,7 @@ def corpus_on_s3(environment, texts_of_inputs, monkeypatch):
     """Objects under s3://corpus/text/, and the texts in them, in order."""
     import boto3
 
-    monkeypatch.setattr("pretrain.data.preparation.inputs._remote", Remote())  # without connections to another test's endpoint
+    monkeypatch.setattr("pretrain.data.preparation.inputs._STORE", Remote())  # without connections to another test's endpoint
     for name, content in texts_of_inputs[0].items():
         boto3.client("s3").put_object(Bucket="corpus", Key=f"text/{name}", Body=content)
     return texts_of_inputs[1]
@@ -231,7 +231,7 @@ def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
     monkeypatch.setattr("pretrain.transfer.Patience", lambda: QUICK)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         proxy.faults[f"text/{name}"] = list(faults)
-    prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000, engine="library")
+    prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000)
     assert texts_in(tmp_path / "out") == corpus_on_s3
     assert not any(proxy.faults.values())
 

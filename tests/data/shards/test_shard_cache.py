@@ -47,7 +47,7 @@ def test_a_file_is_fetched_once_and_found_afterwards_by_everybody(tmp_path):
     assert log == [content(1)[:4]]
 
 
-def test_the_least_recently_used_files_go_first(tmp_path):
+def test_the_least_recently_used_files_go_first(tmp_path, usage):
     cache = ShardCache(tmp_path, 3 * SIZE)
     for number in (1, 2, 3):
         fetch(cache, content(number))
@@ -57,7 +57,7 @@ def test_the_least_recently_used_files_go_first(tmp_path):
     assert cache.touch(sha(content(3)))
     fetch(cache, content(5))
     assert [cache.path(sha(content(number))).exists() for number in (1, 3, 4, 5)] == [False, True, True, True]
-    assert cache.usage() == 3 * SIZE and not cache.touch(sha(content(1)))
+    assert usage(cache) == 3 * SIZE and not cache.touch(sha(content(1)))
 
 
 def test_a_file_larger_than_the_limit_names_both_sizes_and_the_key(tmp_path):
@@ -83,12 +83,12 @@ def test_threads_that_want_one_file_fetch_it_once(tmp_path):
     assert list((tmp_path / "partial").iterdir()) == []
 
 
-def test_room_is_taken_before_the_bytes_arrive(tmp_path):
+def test_room_is_taken_before_the_bytes_arrive(tmp_path, usage):
     cache = ShardCache(tmp_path, 3 * SIZE)
     seen = []
 
     def watched(descriptor: int) -> None:
-        seen.append(cache.usage())
+        seen.append(usage(cache))
         os.write(descriptor, content(4))
 
     for number in (1, 2, 3):
@@ -97,12 +97,12 @@ def test_room_is_taken_before_the_bytes_arrive(tmp_path):
     assert seen == [3 * SIZE]  # one of the three had gone before the first byte
 
 
-def test_downloads_together_above_the_limit_wait_for_each_other(tmp_path):
+def test_downloads_together_above_the_limit_wait_for_each_other(tmp_path, usage):
     cache, samples, stop = ShardCache(tmp_path, 2 * SIZE), [], threading.Event()
 
     def watch() -> None:
         while not stop.is_set():
-            samples.append(cache.usage())
+            samples.append(usage(cache))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -135,7 +135,7 @@ def test_waiting_for_room_ends_with_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_a_download_that_fails_leaves_nothing_and_blocks_nobody(tmp_path, error):
+def test_a_download_that_fails_leaves_nothing_and_blocks_nobody(tmp_path, error, usage):
     cache = ShardCache(tmp_path, SIZE)
 
     def broken(descriptor: int) -> None:
@@ -144,7 +144,7 @@ def test_a_download_that_fails_leaves_nothing_and_blocks_nobody(tmp_path, error)
 
     with pytest.raises(type(error)):
         cache.open(sha(content(1)), SIZE, "here", broken)
-    assert cache.usage() == 0 and list((tmp_path / "partial").iterdir()) == []
+    assert usage(cache) == 0 and list((tmp_path / "partial").iterdir()) == []
     assert fetch(cache, content(1)) == content(1)
 
 
@@ -199,13 +199,13 @@ def test_who_waits_for_a_process_that_is_killed_fetches_in_its_place(tmp_path):
     assert len(log) == 1 and list((tmp_path / "partial").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_not_counted(tmp_path):
+def test_what_a_killed_process_left_is_removed_and_not_counted(tmp_path, usage):
     process, cache = stuck_process(tmp_path, content(1)), ShardCache(tmp_path, SIZE)
     process.kill()
     process.wait()
-    assert cache.usage() == SIZE
+    assert usage(cache) == SIZE
     assert fetch(cache, content(2)) == content(2)
-    assert cache.usage() == SIZE and list((tmp_path / "partial").iterdir()) == []
+    assert usage(cache) == SIZE and list((tmp_path / "partial").iterdir()) == []
 
 
 def test_a_child_forked_during_a_download_does_not_hold_its_lock(tmp_path):

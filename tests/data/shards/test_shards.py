@@ -21,7 +21,7 @@ from pretrain.data.shards.manifest import directory_name, dtype_for
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
-from pretrain.storage import sealed_json, staged_directory, unsealed
+from pretrain.storage import read_object, replace_text, sealed_json, staged_directory, unsealed
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]
@@ -523,3 +523,17 @@ def test_of_two_racing_writers_the_first_wins_whole(tmp_path):
     data.verify()
     assert data.documents == 30
     assert os.listdir(tmp_path) == ["data"]
+
+
+def test_a_file_that_cannot_be_replaced_is_as_it_was_and_nothing_is_left_beside_it(tmp_path):
+    """Only the system's errors removed the hidden file."""
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(tmp_path / "a.json", "a\ud800")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "{}")]
+
+
+def test_json_that_nests_too_deeply_is_no_object(tmp_path):
+    """It was a traceback."""
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    assert read_object(tmp_path / "a.json") == {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.tokenizer_training import pieces, sample_of, train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import sample_of, stretches_of, train_tokenizer
 from pretrain.errors import ConfigError, DataError
 from tools import train_tokenizer as train_tool
 
@@ -306,10 +306,10 @@ def test_line_feeds_take_part_in_learned_pieces(loaded):
 def test_pieces_lose_nothing_and_keep_to_the_limit():
     text = "short\n\n" + "x" * 100 + "中" * 30 + "\n    end" + "\n" * 40
     for limit in (4, 7, 16, 64):
-        cut = list(pieces(text, limit))
+        cut = list(stretches_of(text, limit))
         assert "".join(cut) == text
         assert max(len(piece.encode()) for piece in cut) <= limit
-    assert list(pieces("one\ntwo\nthree", 8)) == ["one\ntwo\n", "three"]
+    assert list(stretches_of("one\ntwo\nthree", 8)) == ["one\ntwo\n", "three"]
 
 
 def test_training_on_a_sample_gives_the_same_file_in_every_process(corpus, tmp_path):

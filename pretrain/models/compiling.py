@@ -99,8 +99,6 @@ def compile_strictly(
             torch._functorch.config.force_non_lazy_backward_lowering = True
             from torch._inductor.graph import GraphLowering
 
-            from pretrain.models.compiled_order import check_waits
-
             GraphLowering.save_output_code = staticmethod(check_waits)
             if not torch.cuda.is_available():  # beside a GPU, little is compiled for the CPU
                 look_at_the_cpu(remedy)
@@ -231,3 +229,40 @@ def _was_killed(error: BaseException) -> bool:
     """Whether a signal ended the C++ compiler. One that asks the run to stop meets all its processes, and the run has a step to complete."""
     cause = getattr(error, "inner_exception", error).__cause__
     return isinstance(cause, subprocess.CalledProcessError) and cause.returncode < 0
+
+
+# ---- the order of collectives: Inductor of torch 2.13 has put a fused kernel between a reduce-scatter and its wait, and read what lay in the memory ----
+
+_COLLECTIVE = re.compile(r"\s+(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)")
+_ALIAS = re.compile(r"\s+(\w+) = (?:reinterpret_tensor\()?(\w+)(?:\[\d+\]|,.*\))?(?:; del \w+)?(?:\s*#.*)?$")
+_NO_USE = re.compile(r"\s*(#|del |assert_)")
+
+
+def check_waits(code: str) -> None:
+    """Raise RuntimeError if code of Inductor uses what a collective makes before its `wait_tensor`. `code`: the Python code that calls the kernels."""
+    pending: dict[str, str] = {}
+    """Collectives by the name of the tensor that they make."""
+    names: dict[str, str] = {}
+    for line in code.splitlines():
+        if re.match(r"\s*(def|class) ", line):
+            pending, names = {}, {}
+        if _NO_USE.match(line):
+            continue
+        if found := _COLLECTIVE.match(line):
+            result, kind, sent = found.groups()
+            if kind == "wait_tensor":
+                pending.pop(names.get(sent, sent), None)
+                continue
+            _refuse_used(line[found.start(3) :], pending, names)
+            # One that ends with _ changes the tensor that it is given.
+            pending[names.get(sent, sent) if kind.endswith("_") else result] = kind
+        elif found := _ALIAS.match(line):
+            names[found[1]] = names.get(found[2], found[2])
+        elif pending:
+            _refuse_used(line, pending, names)
+
+
+def _refuse_used(text: str, pending: dict[str, str], names: dict[str, str]) -> None:
+    for word in re.findall(r"\w+", text):
+        if (name := names.get(word, word)) in pending:
+            raise RuntimeError(f"its code would use the result of {pending[name]} before that has arrived")

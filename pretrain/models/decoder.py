@@ -301,6 +301,8 @@ class Decoder(nn.Module):
             return found
         if name.endswith(("bias", "sinks", "correction")):
             return 0.0, 0.0
+        if self.config.latent.kv_rank and name.endswith(("attention.query_norm.weight", "attention.kv_norm.weight")):
+            return 1.0, 0.0  # those of latent attention have no offset
         if "norm" in name:
             return (0.0 if self.config.norm.kind == "rms_offset" else 1.0), 0.0
         if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
@@ -311,17 +313,14 @@ class Decoder(nn.Module):
         """Parameters that a token is multiplied with; of routed experts those of the active ones."""
         config, tables = self.config, {id(module.weight) for module in self.modules() if isinstance(module, Embedding)}
         matrices = [(name, p) for name, p in self.named_parameters() if p.dim() > 1 and id(p) not in tables]
-        return self._active(matrices) + self._repeated_heads() * config.vocab_size * config.dim
+        # Every token predicted ahead goes through the one head again; a tied one is a table.
+        return self._active(matrices) + (config.predict_ahead + config.tie_embeddings) * config.vocab_size * config.dim
 
     def _active(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         matrices = [(name, p.numel()) for name, p in parameters if p.dim() > 1 and not name.endswith(("bias", "filter"))]
         routed = sum(count for name, count in matrices if "experts." in name)
         others, experts = sum(count for name, count in matrices if "experts." not in name), self.config.experts
         return others + routed * experts.active // max(1, experts.count)
-
-    def _repeated_heads(self) -> int:
-        # Every token predicted ahead goes through the one head again; a tied one is a table.
-        return self.config.predict_ahead + self.config.tie_embeddings
 
     def attention_flops(self, sequence_length: int) -> int:
         """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""

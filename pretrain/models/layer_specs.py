@@ -49,6 +49,7 @@ class LayerSpec:
 def layer_specs(model: Model) -> list[LayerSpec]:
     """The layers of a complete model, in order; of an encoder-decoder those of the decoder."""
     patterns = (model.sublayers, model.attention.window_pattern, model.rope.pattern, model.linear_attention.pattern)
+    own = model.linear_attention.norm_placement
     found = []
     for layer, (sublayers, window, rotated, linear) in enumerate(zip(*(cycled(each, model.layers) for each in patterns))):
         mixes, linear = sublayers != "mlp", linear and sublayers != "mlp"
@@ -58,18 +59,12 @@ def layer_specs(model: Model) -> list[LayerSpec]:
             LayerSpec(
                 mixer="none" if not mixes else model.linear_attention.kind if linear else softmax,
                 mlp="none" if sublayers == "mixer" else "experts" if routed else "mlp",
-                placement=_placement(model) if linear else model.norm.placement,
+                placement=own if linear and own != "same" else model.norm.placement,
                 window=model.attention.window if window and mixes and not linear else 0,
                 rope=model.positions == "rope" and rotated and mixes and not linear,
             )
         )
     return found
-
-
-def _placement(model: Model) -> Any:
-    """Where layers with linear attention are normed."""
-    own = model.linear_attention.norm_placement
-    return model.norm.placement if own == "same" else own
 
 
 def has_windows(model: Model) -> list[bool]:

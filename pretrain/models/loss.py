@@ -47,14 +47,6 @@ class LossOptions:
     compiled: bool = False
     """Whether the arithmetic on logits is compiled. Where ranks share the vocabulary, it is not."""
 
-    def __post_init__(self) -> None:
-        if self.z_loss < 0 or not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"z_loss={self.z_loss} must not be negative, label_smoothing={self.label_smoothing} is of [0, 1]")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap={self.soft_cap} must be positive, or None for no cap")
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes} must be positive, or None for the default of the device")
-
     @classmethod
     def of(cls, loss: Loss | None, soft_cap: float = 0.0, logit_scale: float = 1.0) -> LossOptions:
         """What the configuration says, by default cross-entropy alone, of a model with this soft-cap (0: none) and scale."""

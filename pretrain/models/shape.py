@@ -72,8 +72,13 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     # A family's pattern may be longer than a small model.
     defaults |= {name: defaults[name][: model.layers] for name in PATTERNS if name in defaults}
     model = with_values(model, defaults)
-    _check_patterns(model)
-    patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
+    patterns = {name: attrgetter(name)(model) for name in PATTERNS}
+    for name, values in patterns.items():
+        if not 1 <= len(values) <= model.layers:
+            raise ConfigError(
+                f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
+            )
+    patterns = {name: shortest_period(cycled(values, model.layers)) for name, values in patterns.items()}
     model = with_values(model, patterns | {"linear_attention.pattern": _linear_pattern(model)})
     last = {
         "rope.local_theta": model.rope.local_theta or model.rope.theta,
@@ -256,18 +261,6 @@ def _check_relative(model: Model) -> None:
         )
 
 
-def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
-    return [(name, attrgetter(name)(model)) for name in PATTERNS]
-
-
-def _check_patterns(model: Model) -> None:
-    for name, values in _patterns(model):
-        if not 1 <= len(values) <= model.layers:
-            raise ConfigError(
-                f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
-            )
-
-
 def check_encoder(model: Model) -> None:
     """Raise ConfigError where an encoder-decoder is asked for what it is not built with, or a decoder for an encoder's."""
     if not model.encoder.layers:
@@ -299,14 +292,9 @@ def check_encoder(model: Model) -> None:
 
 
 def _check_no_encoder(model: Model) -> None:
-    for name, given in (
-        ("init", model.init == "fan_in"),
-        ("positions", model.positions in ("sinusoidal", "relative")),
-    ):
-        if given:
-            raise ConfigError(
-                f"model.{name}={getattr(model, name)} is of an encoder-decoder; set model.encoder.layers, or remove it"
-            )
+    for name in ("init", "positions"):
+        if (value := getattr(model, name)) in ("fan_in", "sinusoidal", "relative"):
+            raise ConfigError(f"model.{name}={value} is of an encoder-decoder; set model.encoder.layers, or remove it")
 
 
 def _check_latent(model: Model) -> None:
@@ -357,6 +345,10 @@ def _check_experts(model: Model) -> None:
     if experts.dense_layers != sorted(set(experts.dense_layers) & set(range(model.layers))):
         raise ConfigError(
             f"model.experts.dense_layers={experts.dense_layers}: give layers from 0 to {model.layers - 1}, rising, each once"
+        )
+    if len(experts.dense_layers) == model.layers:
+        raise ConfigError(
+            f"model.experts.dense_layers names all of model.layers={model.layers}, so no layer has experts; leave one out, or remove model.experts"
         )
     if experts.correction_rate and not experts.correction:
         raise ConfigError(

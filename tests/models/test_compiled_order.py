@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.models.compiled_order import check_waits
+from pretrain.models.compiling import check_waits
 
 LAUNCH = "buf60 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf59, 'sum', 2, '0')"
 WAIT = "torch.ops._c10d_functional.wait_tensor.default(buf60)"

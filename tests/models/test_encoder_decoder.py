@@ -234,5 +234,5 @@ def test_what_is_not_built_is_refused(changes, message):
 def test_no_family_of_transformers_takes_an_encoder():
     from pretrain.models.families import family_of
 
-    with pytest.raises(ConfigError, match="cannot be exported as model.family=transformer"):
+    with pytest.raises(ConfigError, match="model.family=transformer is no model of transformers'"):
         family_of("transformer").to_hf(CASES["pre"])

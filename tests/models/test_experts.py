@@ -365,6 +365,7 @@ def test_biases_of_experts_are_not_decayed():
         ({"groups": 2, "active_groups": 3}, "model.experts.groups=2"),
         ({"groups": 3, "active_groups": 1, "active": 3}, "model.experts.active=3"),
         ({"dense_layers": [1]}, r"model.experts.dense_layers=\[1\]"),
+        ({"dense_layers": [0]}, "model.experts.dense_layers names all of model.layers=1, so no layer has experts; leave one out"),
         ({"correction_rate": 0.1}, "model.experts.correction_rate=0.1"),
         ({"count": 0}, "model.experts.active is set"),
     ],

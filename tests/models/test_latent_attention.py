@@ -35,6 +35,20 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer"])
+def test_its_norms_begin_with_gains_of_one_whatever_the_others_are(kind):
+    """With `rms_offset` they began at zero, and attention got no gradient."""
+    config = model(norm=Norm(kind=kind), latent=Latent(kv_rank=10, query_rank=8, rope_dim=4, plain_dim=6, value_dim=14))
+    with torch.device("meta"):
+        network = build_network(config)
+    network.to_empty(device="cpu")
+    initialise(network, 0)
+    ids = torch.arange(16).view(1, -1)
+    network(ids, targets_BT=ids).sum().backward()
+    small = [name for name, p in network.named_parameters() if "attention" in name and p.dim() > 1 and not p.grad.norm() > 0]
+    assert not small
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_every_score_and_value_is_what_the_definition_says(layout):
     config = model(rope=Rope(layout=layout))

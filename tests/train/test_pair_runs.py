@@ -255,7 +255,7 @@ def test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree(pool
     assert f"error: {tmp_path / 'bad'}, line 2: character 'a'" in capsys.readouterr().err
     refused = {
         "generate": (["--model", run, "--prompt", "a", "--max-tokens", 3], "is an encoder-decoder; use tools/translate.py"),
-        "convert_checkpoint": (["to-hf", "--checkpoint", run, "--output", tmp_path / "hf"], "cannot be exported as model.family=transformer"),
+        "convert_checkpoint": (["to-hf", "--checkpoint", run, "--output", tmp_path / "hf"], "model.family=transformer is no model of transformers'"),
         "inspect_data": (["--run", run, "--step", 1], "reads sentence pairs (data.pairs), which inspection does not show"),
         "translate": ([*words[:4], "--reference", tmp_path / "in"], "in has 3 lines, but"),
     }  # fmt: skip

@@ -80,7 +80,7 @@ DEEPSEEK_V3 = Family(
             "rope_interleave",
             True,
             lambda layout, model: layout == "interleaved",
-            lambda flag, config: "interleaved" if flag else "half",
+            lambda flag, config: {True: "interleaved", False: "half"}[flag] if type(flag) is bool else shown(flag),
         ),
         *corrected(count=256, ffn_dim=2048, dense=3, scale=2.5, groups=8, active_groups=4),
     ),

@@ -16,10 +16,8 @@ from pretrain.models.families.declare.common import (
 )
 from pretrain.models.families.declare.family import Family
 from pretrain.models.families.declare.other_readers import WINDOWS, gemma_scores, scalings, switches
-from pretrain.models.families.declare.windows import whole, windows
+from pretrain.models.families.declare.windows import number, windows
 from pretrain.models.layer_specs import has_windows
-
-_interval = whole("sliding_window_pattern", 6)
 
 
 def _sliding_window_pattern(model: Model) -> int | None:
@@ -39,7 +37,7 @@ GEMMA3 = Family(
         attention_bias(),
         query_scalar(256),
         capped("logit_soft_cap", "final_logit_softcapping", None),
-        *windows(4096, lambda layer, config: (layer + 1) % _interval(config) != 0, needed=True),
+        *windows(4096, lambda layer, config: (layer + 1) % number(config, "sliding_window_pattern", 6) != 0, needed=True),
     ),
     weights=WEIGHTS_SANDWICH,
     fixed={**GEMMA, "norm.qk": "head"},

@@ -1,9 +1,8 @@
 """GLM-4-0414 and GLM-Z1 (arXiv 2406.12793): norms around both sublayers, half of a head rotated, gate and up in one matrix."""
 
-from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, MLP, THEIRS, eps, norms, projections, sizes, tied
-from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.common import ATTENTION, ENDS, FUSED, LAYER, MLP, attention_bias, eps, norms, sizes, tied
+from pretrain.models.families.declare.family import Family
 from pretrain.models.families.declare.other_readers import scalings, switches
-from pretrain.models.families.declare.weights import CONCATENATED, entry
 
 GLM4 = Family(
     name="glm4",
@@ -13,12 +12,12 @@ GLM4 = Family(
         *sizes(kv_heads=2, head_dim=128, length=131072),
         eps(1.5625e-07),
         tied(False),
-        Field("attention.bias", "attention_bias", True, *projections("query", "key", "value")),
+        attention_bias(True, ("query", "key", "value")),
     ),
     weights=(
         *ENDS,
         *ATTENTION,
-        entry((f"{LAYER}.mlp.gate.weight", f"{LAYER}.mlp.up.weight"), f"{THEIRS}.mlp.gate_up_proj.weight", CONCATENATED),
+        FUSED[1],
         *(line for line in MLP if line.ours == (f"{LAYER}.mlp.down.weight",)),
         *norms(
             attention_norm="input_layernorm",

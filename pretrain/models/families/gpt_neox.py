@@ -5,12 +5,13 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import (
+    ALL_PROJECTIONS,
     GPT_BLOCK,
     SIZES,
     activation,
+    attention_bias,
     buffers,
     eps,
-    projections,
     refuse_uneven_heads,
     tied,
 )
@@ -19,7 +20,6 @@ from pretrain.models.families.declare.other_readers import one_of, switches
 from pretrain.models.families.declare.weights import FUSED_PER_HEAD, entry
 
 _OURS, _THEIRS = "layers.{layer}", "gpt_neox.layers.{layer}"
-_ALL = ("query", "key", "value", "output")
 _MODULES = {
     "norm": "gpt_neox.final_layer_norm",
     f"{_OURS}.attention_norm": f"{_THEIRS}.input_layernorm",
@@ -62,7 +62,7 @@ GPT_NEOX = Family(
         eps(1e-5, "layer_norm_eps"),
         tied(False),
         Field("parallel_residual", "use_parallel_residual", True),
-        Field("attention.bias", "attention_bias", True, *projections(*_ALL)),
+        attention_bias(True),
         # The names of before transformers 5, which llama.cpp's converter reads; an absent fraction is a quarter.
         Field("rope.fraction", "rotary_pct", 0.25, back=_only("rotary_pct", "partial_rotary_factor")),
         Field("rope.theta", "rotary_emb_base", 10000, back=_only("rotary_emb_base", "rope_theta")),
@@ -73,7 +73,7 @@ GPT_NEOX = Family(
         *(entry(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in _MODULES.items() for kind in ("weight", "bias")),
         *(
             entry(
-                [f"{_OURS}.attention.{n}.{kind}" for n in _ALL[:3]],
+                [f"{_OURS}.attention.{n}.{kind}" for n in ALL_PROJECTIONS[:3]],
                 f"{_THEIRS}.attention.query_key_value.{kind}",
                 FUSED_PER_HEAD,
             )
@@ -81,7 +81,12 @@ GPT_NEOX = Family(
         ),
     ),
     fixed=GPT_BLOCK,
-    defaults={"parallel_residual": True, "rope.fraction": 0.25, "mlp.activation": "gelu", "attention.bias": list(_ALL)},
+    defaults={
+        "parallel_residual": True,
+        "rope.fraction": 0.25,
+        "mlp.activation": "gelu",
+        "attention.bias": list(ALL_PROJECTIONS),
+    },
     # Dropout is for training; the others say nothing about a causal model.
     inert=frozenset({"hidden_dropout", "classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"}),
     refuse=refuse_uneven_heads,

@@ -18,13 +18,12 @@ from pretrain.models.families.declare.common import (
 from pretrain.models.families.declare.family import REQUIRED, Family, Field
 from pretrain.models.families.declare.hybrid import (
     mamba_weights,
-    number,
-    pattern_of,
     refuse_limits,
-    refuse_nothing,
     refuse_uneven_groups,
+    shared_width,
 )
 from pretrain.models.families.declare.weights import CONCATENATED, Concatenated, entry
+from pretrain.models.families.declare.windows import number, pattern_of
 from pretrain.models.families.granite import GRANITE
 from pretrain.models.layer_specs import layer_specs
 from pretrain.models.shape import PLAIN
@@ -57,7 +56,6 @@ def _size(ours: str, theirs: str, default: int | str, without: Any) -> Field:
             value = _width(config) // number(config, "mamba_n_heads", 128)
         if theirs == "mamba_n_groups":
             refuse_uneven_groups(config, (theirs, 1), ("mamba_n_heads", 128))
-        refuse_nothing(theirs, value)
         return value
 
     return Field(f"linear_attention.{ours}", theirs, default, to, back)
@@ -95,13 +93,7 @@ def _ffn_dim(value: Any, config: dict[str, Any]) -> Any:
     return value if config.get("num_local_experts") else number(config, "shared_intermediate_size", 1024)
 
 
-def _shared(width: Any, config: dict[str, Any]) -> Any:
-    if not config.get("num_local_experts"):
-        return 0
-    own = number(config, "intermediate_size", 11008)
-    if type(width) is not int or width < 1 or width % own:
-        raise ConfigError(f"config.json: shared_intermediate_size={shown(width)} is no multiple of intermediate_size={own}")
-    return width // own
+_SHARED = shared_width("shared_intermediate_size", 1024, ("intermediate_size", 11008))
 
 
 def _positions(kind: str, model: Model) -> str:
@@ -177,7 +169,7 @@ GRANITE_HYBRID = Family(
             "shared_intermediate_size",
             1024,
             lambda n, model: n * model.experts.ffn_dim if model.experts.count else model.ffn_dim,
-            _shared,
+            lambda width, config: _SHARED.back(width, config) if config.get("num_local_experts") else 0,
         ),
     ),
     weights=(

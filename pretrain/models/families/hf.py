@@ -113,14 +113,4 @@ class _OnDisk:
         return [whole]
 
 
-HF = _Own(
-    name="hf",
-    model_type="",
-    architecture="",
-    fields=(),
-    weights=(),
-    rope=None,
-    prefix="",
-    is_ours=False,
-    packages=("transformers",),
-)
+HF = _Own(name="hf", rope=None, prefix="", is_ours=False, packages=("transformers",))

@@ -9,7 +9,7 @@ from pretrain.config.model_schema import MOST_LAYERS, Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import LAYER, TRAINING, activation, corrected, sizes
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.hybrid import mamba_weights, number, refuse_limits, refuse_nothing, refuse_uneven_groups
+from pretrain.models.families.declare.hybrid import mamba_weights, refuse_limits, refuse_uneven_groups, shared_width
 from pretrain.models.families.declare.weights import STACKED, entry
 from pretrain.models.layer_specs import LayerSpec, cycled, layer_specs
 from pretrain.models.shape import PLAIN
@@ -85,7 +85,6 @@ def _of_mamba(ours: str, theirs: str, default: int) -> Field:
         if ours == "key_heads":
             refuse_limits(config)
             refuse_uneven_groups(config, (theirs, default), ("mamba_num_heads", 128))
-        refuse_nothing(theirs, value)
         return value
 
     return Field(f"linear_attention.{ours}", theirs, default, lambda value, model: value or default, back)
@@ -100,27 +99,15 @@ def _of_experts(field: Field) -> Field:
     return Field(field.ours, field.theirs, field.default, field.to, back)
 
 
-def _shared(width: Any, config: dict[str, Any]) -> int:
-    own = number(config, "moe_intermediate_size", 7688)
-    if type(width) is not int or width < 1 or width % own:
-        raise ConfigError(
-            f"config.json: moe_shared_expert_intermediate_size={shown(width)} is no multiple of moe_intermediate_size={own}, which is not built"
-        )
-    return width // own
+def _said_twice(ours: str, theirs: str, default: Any, other: str) -> Field:
+    """A field with another name beside it, which may only say the same."""
 
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        if (said := config.get(other, value)) != value:
+            raise ConfigError(f"config.json: {other}={shown(said)} contradicts {theirs}={shown(value)} (absent: {default})")
+        return value
 
-def _eps(value: Any, config: dict[str, Any]) -> Any:
-    if (other := config.get("norm_eps", value)) != value:
-        raise ConfigError(f"config.json: norm_eps={shown(other)} contradicts layer_norm_epsilon={shown(value)}")
-    return value
-
-
-def _head_dim(value: Any, config: dict[str, Any]) -> Any:
-    if (other := config.get("attention_head_dim", value)) != value:
-        raise ConfigError(
-            f"config.json: attention_head_dim={shown(other)} contradicts head_dim={shown(value)}, which is 128 if it is not there"
-        )
-    return value
+    return Field(ours, theirs, default, back=back)
 
 
 def _refuse(model: Model) -> str | None:
@@ -150,8 +137,8 @@ NEMOTRON_H = Family(
     fields=(
         *(field for field in sizes(kv_heads=8, length=4096) if field.ours not in ("layers", "head_dim")),
         Field("layers", "num_hidden_layers", None, back=_layers),
-        Field("head_dim", "head_dim", 128, back=_head_dim),
-        Field("norm_eps", "layer_norm_epsilon", 1e-5, back=_eps),
+        _said_twice("head_dim", "head_dim", 128, "attention_head_dim"),
+        _said_twice("norm_eps", "layer_norm_epsilon", 1e-5, "norm_eps"),
         activation("mlp_hidden_act", "relu2"),
         _of_layers("sublayers", lambda kinds: ["mlp" if kind in ("moe", "mlp") else "mixer" for kind in kinds]),
         _of_layers("linear_attention.pattern", lambda kinds: [kind == "linear_attention" for kind in kinds]),
@@ -167,15 +154,7 @@ NEMOTRON_H = Family(
             if field.ours not in ("experts.active", "experts.shared", "experts.dense_layers")
         ),
         _of_experts(Field("experts.active", "num_experts_per_tok", 2)),
-        _of_experts(
-            Field(
-                "experts.shared",
-                "moe_shared_expert_intermediate_size",
-                7688,
-                lambda count, model: count * model.experts.ffn_dim,
-                _shared,
-            )
-        ),
+        _of_experts(shared_width("moe_shared_expert_intermediate_size", 7688, ("moe_intermediate_size", 7688))),
     ),
     weights=(
         entry("embedding.weight", "backbone.embeddings.weight"),
@@ -241,8 +220,8 @@ NEMOTRON_H = Family(
         "moe_shared_expert_overlap",
         "mtp_hybrid_override_pattern",
         "mtp_layers_block_type",
-        "norm_eps",  # read by `_eps`
-        "attention_head_dim",  # read by `_head_dim`
+        "norm_eps",  # this one and the next are read by `_said_twice`
+        "attention_head_dim",
         "num_logits_to_keep",
         "num_nextn_predict_layers",
         "partial_rotary_factor",

@@ -1,6 +1,5 @@
 """Qwen3-Next: Gated DeltaNet (arXiv 2412.06464) in three layers of four, attention with an output gate in the fourth, and experts."""
 
-from pretrain.config.model_schema import Model
 from pretrain.models.families.declare.common import DENSE_LAYERS, MLP, TRAINING, stacked
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.hybrid import (
@@ -16,12 +15,6 @@ from pretrain.models.families.declare.hybrid import (
 from pretrain.models.families.declare.weights import FusedPerGroup, entry
 
 _PER_KEY_HEAD = FusedPerGroup(lambda model: model.linear_attention.key_heads)
-
-
-def _ahead(name: str, model: Model) -> bool:
-    """`dropped` of the layers that predict further ahead, of which transformers has none."""
-    return name.startswith("mtp.")
-
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
@@ -49,7 +42,7 @@ QWEN3_NEXT = Family(
         *SHARED_WEIGHTS,
     ),
     refuse=refuse_no_experts,
-    dropped=_ahead,
+    dropped=lambda name, model: name.startswith("mtp."),  # layers that predict further ahead
     balance=0.001,
     inert=TRAINING,
     accepted={"use_sliding_window": False},

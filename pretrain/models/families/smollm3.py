@@ -6,17 +6,15 @@ from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
 from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import scalings, switches
-from pretrain.models.families.declare.windows import whole, windows
+from pretrain.models.families.declare.windows import number, windows
 from pretrain.models.layer_specs import cycled
-
-_interval = whole("no_rope_layer_interval", 4)
 
 
 def _rotated(flags: Any, config: dict[str, Any]) -> list[bool]:
     """Which layers rotate: `no_rope_layers` has 1 for those, 0 for the others."""
     layers = int(config["num_hidden_layers"])
     if flags is None:
-        return [(layer + 1) % _interval(config) != 0 for layer in range(layers)]
+        return [(layer + 1) % number(config, "no_rope_layer_interval", 4) != 0 for layer in range(layers)]
     if not isinstance(flags, list) or len(flags) < layers or not all(flag in (0, 1) for flag in flags):
         raise ConfigError(
             f"config.json: no_rope_layers={shown(flags)} is not supported: expected 0 or 1 for each of {layers} layers"

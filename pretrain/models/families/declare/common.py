@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pretrain.config.model_schema import Model
@@ -13,6 +13,7 @@ from pretrain.models.families.declare.family import Field
 from pretrain.models.families.declare.weights import CONCATENATED, STACKED, Entry, entry
 
 LAYER, THEIRS = "layers.{layer}", "model.layers.{layer}"
+ALL_PROJECTIONS = ("query", "key", "value", "output")
 
 
 def sizes(
@@ -128,14 +129,14 @@ def _base(value: float, exponent: float) -> float:
     return min(exact or [guess], key=lambda base: len(repr(base)))
 
 
-def attention_bias() -> Field:
-    """Biases of all projections of attention, which config.json states as one."""
-    return Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output"))
+def attention_bias(default: bool = False, names: Sequence[str] = ALL_PROJECTIONS) -> Field:
+    """Biases of these projections of attention, which config.json states as one. `default`: what an absent field means."""
+    return Field("attention.bias", "attention_bias", default, *projections(*names))
 
 
 def biases(theirs: str, default: bool) -> tuple[Field, Field]:
     """One field for the biases of all projections, those of the MLP too."""
-    to, back = projections("query", "key", "value", "output")
+    to, back = projections(*ALL_PROJECTIONS)
     return (
         Field("attention.bias", theirs, default, to, back),
         Field("mlp.bias", theirs, default, back=lambda flag, config: False if flag is None else flag),

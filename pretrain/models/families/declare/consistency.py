@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pretrain.models.families.declare.typed_values import keys_of_model
-
-
-class Declared(Protocol):
-    """A `Field` of a family."""
-
-    ours: str
-    theirs: str
-    default: Any
-    back: Any
 
 
 def check_names(family: str, names: Iterable[str]) -> None:
@@ -27,9 +18,9 @@ def check_names(family: str, names: Iterable[str]) -> None:
         raise ValueError(f"family {family}: {unknown} is no key of pretrain/config/model_schema.py{hint}")
 
 
-def check_shared(family: str, fields: Sequence[Declared], same: Any) -> None:
-    """Raise ValueError where fields that are read twice do not say what each key gets. `same`: the `back` that says nothing."""
-    shared: dict[str, list[Declared]] = {}
+def check_shared(family: str, fields: Sequence[Any], same: Any) -> None:
+    """Raise ValueError where `fields`, each a `Field`, that are read twice do not say what each key gets. `same`: the `back` that says nothing."""
+    shared: dict[str, list[Any]] = {}
     for item in fields:
         shared.setdefault(item.theirs, []).append(item)
     for theirs, items in shared.items():

@@ -113,10 +113,10 @@ class Family:
     """
 
     name: str
-    model_type: str
-    architecture: str
-    fields: tuple[Field, ...]
-    weights: tuple[Entry, ...]
+    model_type: str = ""
+    architecture: str = ""
+    fields: tuple[Field, ...] = ()
+    weights: tuple[Entry, ...] = ()
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Family:
                 f"{BALANCE}={weight} is model.experts.balance_loss={ours.balance_loss:.4g} here: transformers averages its loss over "
                 f"{layers_with_experts(model)} layers, ours adds them up; model.yaml says it, and is the place to change it"
             )
-        if weight := config.get("aux_loss_alpha"):
+        if type(weight := config.get("aux_loss_alpha")) in (int, float) and 0 < weight < 1e9:
             notes.append(
                 f"aux_loss_alpha={weight} is not used, as transformers does not; model.experts.balance_loss="
                 f"{weight / max(1, ours.active):.4g} would be that loss"
@@ -275,8 +275,10 @@ class Family:
         return dict.fromkeys([*heads, *self.copies], ours[("embedding.weight",)])
 
     def _check_expressible(self, model: Model) -> None:
+        if not self.has_export:
+            raise ConfigError(f"model.family={self.name} is no model of transformers', so it has no export")
         if self.refuse and (why := self.refuse(model)):
-            raise ConfigError(f"{why}, so it cannot be exported as model.family={self.name}")
+            raise ConfigError(f"{why}, so it is no model of model.family={self.name} in transformers")
         if self.rope and not self.partial and model.rope.fraction != 1:
             raise ConfigError(
                 f"model.rope.fraction={model.rope.fraction}: model.family={self.name} rotates whole heads; remove it"

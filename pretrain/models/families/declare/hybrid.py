@@ -14,45 +14,10 @@ from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, needs_experts, sizes, tied
 from pretrain.models.families.declare.family import Field
 from pretrain.models.families.declare.weights import CONCATENATED, FUSED_PER_HEAD, Entry, entry
-from pretrain.models.families.declare.windows import whole
+from pretrain.models.families.declare.windows import layer_types, number, pattern_of
 from pretrain.models.layer_specs import layer_specs
 
-_interval = whole("full_attention_interval", 4)
-_KINDS = ("full_attention", "linear_attention")
-
-
-def layer_types(model: Model) -> list[str]:
-    """`layer_types` of config.json: which layers have linear attention."""
-    return [_KINDS[spec.linear] for spec in layer_specs(model)]
-
-
-def pattern_of(types: Any, config: dict[str, Any], linear: dict[str, bool]) -> list[bool]:
-    """The layers with linear attention, by `layer_types`. `linear`: whether layers of a name have it. Raises ConfigError for other names."""
-    layers = config["num_hidden_layers"]
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not all(isinstance(kind, str) and kind in linear for kind in types)
-    ):
-        names = " or ".join(linear)
-        raise ConfigError(
-            f"config.json: layer_types={shown(types)} is not supported: expected {names} for each of {layers} layers"
-        )
-    return [linear[kind] for kind in types]
-
-
-def refuse_nothing(theirs: str, value: Any) -> None:
-    """Raise ConfigError for a size of 0, which to our key means one that follows from others."""
-    if value == 0 and not isinstance(value, bool):
-        raise ConfigError(f"config.json: {theirs}=0 leaves nothing to compute; it must be at least 1")
-
-
-def number(config: dict[str, Any], name: str, default: int) -> int:
-    """A whole number of config.json, 1 or more. Raises ConfigError for anything else."""
-    value = config.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {name}={shown(value)} is no whole number of 1 or more")
-    return value
+_KINDS = {"full_attention": False, "linear_attention": True}
 
 
 def refuse_uneven_groups(config: dict[str, Any], groups: tuple[str, int], heads: tuple[str, int]) -> None:
@@ -72,9 +37,8 @@ def refuse_limits(config: dict[str, Any]) -> None:
 
 def full_attention_interval(model: Model) -> int | None:
     """The period of the layers with attention, for readers that know only a period; None if the pattern has none."""
-    types = layer_types(model)
-    periods = range(1, model.layers + 1)
-    return next((n for n in periods if types == [_KINDS[(i + 1) % n != 0] for i in range(model.layers)]), None)
+    linear, layers = [spec.linear for spec in layer_specs(model)], range(1, model.layers + 1)
+    return next((n for n in layers if linear == [i % n != 0 for i in layers]), None)
 
 
 def refuse_no_linear_attention(model: Model) -> str | None:
@@ -82,24 +46,20 @@ def refuse_no_linear_attention(model: Model) -> str | None:
     return None if any(model.linear_attention.pattern) else "model.linear_attention.pattern=[false] has no linear attention"
 
 
-def of_images(name: str, model: Model) -> bool:
-    """`dropped` where files hold prediction further ahead, or what looks at images: text needs neither."""
-    return name.startswith(("mtp.", "model.visual."))
-
-
 Derived = Callable[[dict[str, Any]], Any]
 """What an absent field of config.json means, by the others."""
 
 
 def _every_nth(config: dict[str, Any]) -> list[bool]:
-    return [(layer + 1) % _interval(config) != 0 for layer in range(config["num_hidden_layers"])]
+    interval = number(config, "full_attention_interval", 4)
+    return [(layer + 1) % interval != 0 for layer in range(config["num_hidden_layers"])]
 
 
 def linear_fields(absent_pattern: Derived, **absent: int | Derived) -> tuple[Field, ...]:
     """The fields of linear attention. `absent`: by size, what its field means where config.json lacks it."""
 
     def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-        return absent_pattern(config) if types is None else pattern_of(types, config, dict(zip(_KINDS, (False, True))))
+        return absent_pattern(config) if types is None else pattern_of(types, config, _KINDS)
 
     return (
         Field("linear_attention.pattern", "layer_types", None, lambda pattern, model: layer_types(model), pattern),
@@ -118,7 +78,6 @@ _SIZES = {
 
 def _size(ours: str, theirs: str, absent: int | Derived) -> Field:
     def back(value: Any, config: dict[str, Any]) -> Any:
-        refuse_nothing(theirs, value)
         return absent(config) if value is None and callable(absent) else value
 
     return Field(f"linear_attention.{ours}", theirs, None if callable(absent) else absent, back=back)
@@ -202,25 +161,26 @@ OF_QWEN3_5: dict[str, Any] = HYBRID | {
     "inert": frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
     # These tell positions of images apart. A position of text has three equal numbers.
     "inert_rope": frozenset({"mrope_section", "mrope_interleaved"}),
-    "dropped": of_images,
+    # What predicts further ahead, or looks at images.
+    "dropped": lambda name, model: name.startswith(("mtp.", "model.visual.")),
     "nested": "model.language_model.",
 }
 """What the two families of Qwen3.5 say alike."""
 
 
-def _shared(width: Any, config: dict[str, Any]) -> Any:
-    """Shared experts are together one MLP, whose width is a multiple of an expert's."""
-    own = config.get("moe_intermediate_size", 512)
-    if not isinstance(width, int) or not isinstance(own, int) or own < 1 or width < 1 or width % own:
-        raise ConfigError(
-            f"config.json: shared_expert_intermediate_size={shown(width)} is no multiple of moe_intermediate_size={shown(own)}"
-        )
-    return width // own
+def shared_width(theirs: str, default: int, own: tuple[str, int]) -> Field:
+    """Shared experts are together one MLP, whose width is a multiple of an expert's, which is the field `own` or its default."""
+
+    def back(width: Any, config: dict[str, Any]) -> int:
+        of_one = number(config, *own)
+        if type(width) is not int or width < 1 or width % of_one:
+            raise ConfigError(f"config.json: {theirs}={shown(width)} is no multiple of {own[0]}={of_one}")
+        return width // of_one
+
+    return Field("experts.shared", theirs, default, lambda n, model: n * model.experts.ffn_dim, back)
 
 
-SHARED_WIDTH = Field(
-    "experts.shared", "shared_expert_intermediate_size", 512, lambda n, model: n * model.experts.ffn_dim, _shared
-)
+SHARED_WIDTH = shared_width("shared_expert_intermediate_size", 512, ("moe_intermediate_size", 512))
 SHARED_WEIGHTS = (
     *(
         entry(f"{LAYER}.mlp.shared.{name}.weight", f"{THEIRS}.mlp.shared_expert.{name}_proj.weight")

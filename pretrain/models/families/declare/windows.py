@@ -11,12 +11,32 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.family import Field
-from pretrain.models.layer_specs import has_windows
+from pretrain.models.layer_specs import has_windows, layer_specs
 
 
 def layer_types(model: Model) -> list[str]:
-    """`layer_types` of config.json: which layers have the sliding window."""
-    return ["sliding_attention" if local else "full_attention" for local in has_windows(model)]
+    """`layer_types` of config.json: which layers have linear attention, and which a sliding window."""
+    local = {True: "sliding_attention", False: "full_attention"}
+    return ["linear_attention" if spec.linear else local[spec.window > 0] for spec in layer_specs(model)]
+
+
+def pattern_of(types: Any, config: dict[str, Any], kinds: dict[str, bool]) -> list[bool]:
+    """What `layer_types` says of each layer, by its `kinds`. Raises ConfigError for other names."""
+    layers = config["num_hidden_layers"]
+    known = isinstance(types, list) and all(isinstance(kind, str) and kind in kinds for kind in types)
+    if not known or len(types) != layers:
+        raise ConfigError(
+            f"config.json: layer_types={shown(types)} is not supported: expected {' or '.join(kinds)} for each of {layers} layers"
+        )
+    return [kinds[kind] for kind in types]
+
+
+def number(config: dict[str, Any], name: str, default: int, least: int = 1) -> int:
+    """A whole number of config.json. Raises ConfigError for anything else, or below `least`."""
+    value = config.get(name, default)
+    if type(value) is not int or value < least:
+        raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected a whole number of {least} or more")
+    return value
 
 
 def width_of(value: Any, config: dict[str, Any]) -> Any:
@@ -52,20 +72,14 @@ def windows(
         return window or (model.max_sequence_length if needed else None)
 
     def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
-        layers, window = int(config["num_hidden_layers"]), used(config.get("sliding_window", width), config)
         if types is None:
-            return [has(layer, config) for layer in range(layers)]
-        known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
-        if not known or len(types) != layers:
-            raise ConfigError(
-                f"config.json: layer_types={shown(types)} is not supported: expected sliding_attention or full_attention for each of "
-                f"{layers} layers"
-            )
-        if "sliding_attention" in types and not window:
+            return [has(layer, config) for layer in range(config["num_hidden_layers"])]
+        flags = pattern_of(types, config, {"sliding_attention": True, "full_attention": False})
+        if any(flags) and not used(config.get("sliding_window", width), config):
             raise ConfigError(
                 "config.json: layer_types has sliding_attention, but sliding_window is off; set it, or change them"
             )
-        return [kind == "sliding_attention" for kind in types]
+        return flags
 
     return (
         Field("attention.window", "sliding_window", width, write, used),
@@ -73,24 +87,9 @@ def windows(
     )
 
 
-def whole(name: str, default: int, least: int = 1) -> Callable[[dict[str, Any]], int]:
-    """Reads a field of config.json that must be a whole number of at least `least`."""
-
-    def read(config: dict[str, Any]) -> int:
-        value = config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected a whole number")
-        return value
-
-    return read
-
-
-_first = whole("max_window_layers", 28, least=0)
-
-
 def suffix_windows(width: int) -> tuple[Field, Field]:
     """As Qwen has it: no window unless `use_sliding_window`, and none in the first `max_window_layers` layers."""
-    return windows(width, lambda layer, config: layer >= _first(config), switched=True)
+    return windows(width, lambda layer, config: layer >= number(config, "max_window_layers", 28, 0), switched=True)
 
 
 def first_window(model: Model) -> int | None:

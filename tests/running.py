@@ -54,12 +54,12 @@ def traced(config_file: str, *overrides: str) -> tuple[int, str]:
         return compile_strictly(function, **{**options, "backend": "aot_eager"})
 
     torch._dynamo.reset()
-    loss_chunks.compiled.cache_clear()
+    loss_chunks.compiled_once.cache_clear()
     try:
         with patch("pretrain.parallel.blocks.compile_strictly", trace), patch.object(loss_chunks, "compile_strictly", trace):
             return run_main(config_file, *overrides)
     finally:
-        loss_chunks.compiled.cache_clear()  # a later run of this process compiles its loss by inductor
+        loss_chunks.compiled_once.cache_clear()  # a later run of this process compiles its loss by inductor
 
 
 def on_meta(model: Model) -> nn.Module:

@@ -18,7 +18,7 @@ _asked = "auto"
 
 
 def ask_for_kernel(name: str) -> None:
-    """The kernel that `run.attention_kernel` names. On a CPU `flash` is torch's fused one, also where training is faster with matrix products."""
+    """The kernel that `run.attention_kernel` names. On a CPU `flash` is torch's fused one, even for training, where matrix products or our blocks are faster."""
     global _asked
     _asked = name
 

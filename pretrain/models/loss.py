@@ -92,7 +92,7 @@ class VocabularyShard(Protocol):
 
 
 class Losses(NamedTuple):
-    """Summed over the target tokens of each sequence, [B], fp32 (fp64 from fp64)."""
+    """Summed over the target tokens of each sequence, [B], fp32 (fp64 from fp64). Multi-token prediction has [1 + depths, B]: the next token first."""
 
     objective_B: Tensor
     """What is minimised."""

@@ -36,10 +36,10 @@ def logit_chunks(
     tokens, vocabulary = len(x_ND), len(weight_VD) if shard is None else shard.largest
     if not tokens:
         return
-    on_cpu, compiled = x_ND.device.type == "cpu", options.compiled and shard is None
+    on_cpu, is_compiled = x_ND.device.type == "cpu", options.compiled and shard is None
     in_parts = on_cpu and shard is None
     limit = _chunk_bytes(on_cpu, options)
-    if compiled:
+    if is_compiled:
         size = _chunk_size(tokens, limit // (vocabulary * x_ND.dtype.itemsize), on_cpu)
         buffers = CompiledChunkLogits(size, weight_VD, options, limit)
     elif in_parts:
@@ -187,14 +187,14 @@ class CompiledChunkLogits:
         raw, options = self._raw[: len(x)], self.options
         switches = options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
         torch.mm(x, self.weight_VD.t(), out=raw)
-        losses, entropies, log_partition = compiled(chunk_losses)(raw, targets, *switches)
+        losses, entropies, log_partition = compiled_once(chunk_losses)(raw, targets, *switches)
         if with_gradient:
-            compiled(overwrite_with_gradient)(raw, targets, log_partition, *switches)
+            compiled_once(overwrite_with_gradient)(raw, targets, log_partition, *switches)
         return losses, entropies, raw if with_gradient else None
 
 
 @functools.cache
-def compiled(function: Callable[..., T]) -> Callable[..., T]:
+def compiled_once(function: Callable[..., T]) -> Callable[..., T]:
     """One of the functions below, compiled once in a process for each set of options."""
     return compile_strictly(function)
 

@@ -62,7 +62,7 @@ def document_numbers(documents_BT: Tensor) -> Tensor:
 
 
 def document_begins(numbers_BT: Tensor) -> Tensor:
-    """True where another document begins than the one before; never at the first position. Boolean [B, T], from `document_numbers`."""
+    """True where a position is of another document than the one before; never at the first one. Boolean [B, T], from labels or numbers."""
     return F.pad(numbers_BT[:, 1:] != numbers_BT[:, :-1], (1, 0))
 
 

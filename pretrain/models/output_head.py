@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from pretrain.models.compiling import never_compiled
 from pretrain.models.layers import copy_at_hand
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, VocabularyShard, finish_logits, loss_dtype
-from pretrain.models.loss_chunks import compiled, logit_chunks, scale_in_place, times_in
+from pretrain.models.loss_chunks import compiled_once, logit_chunks, scale_in_place, times_in
 
 
 @never_compiled
@@ -93,9 +93,9 @@ def _times(gradient: Tensor | None, factor: Tensor, is_compiled: bool, dtype: to
     if gradient is None:
         return None
     if is_compiled and dtype is not None and dtype.itemsize < gradient.dtype.itemsize:
-        return compiled(times_in)(gradient, factor, dtype)
+        return compiled_once(times_in)(gradient, factor, dtype)
     if is_compiled:
-        compiled(scale_in_place)(gradient, factor)
+        compiled_once(scale_in_place)(gradient, factor)
     elif gradient.dtype == factor.dtype:
         torch._foreach_mul_([gradient], factor[0])  # on a GPU 1.5 times as fast as gradient.mul_(factor)
     else:

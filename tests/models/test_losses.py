@@ -85,7 +85,7 @@ def uncompiled(request, monkeypatch):
     """What would be compiled runs as it is written: compiling takes seconds for each set of options."""
     if not request.node.get_closest_marker("slow"):
         for module in (loss_chunks, output_head):
-            monkeypatch.setattr(module, "compiled", lambda function: function)
+            monkeypatch.setattr(module, "compiled_once", lambda function: function)
 
 
 IGNORED_PATTERNS = ["none", "some", "a sequence", "all"]

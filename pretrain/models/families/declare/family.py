@@ -85,8 +85,8 @@ class Family:
 
     fixed        switches that make the family what it is; no other value can be exported
     defaults     what a new model has unless the configuration says otherwise
-    constants    fields of config.json with the one value that we compute; exports write them
-    accepted     the same, but exports do not write them
+    constants    fields of config.json that may have one value only, and are written with it
+    accepted     fields of config.json that may have one value only, and are not written
     derived      fields that say again, for older readers, what `fields` say: written unless None; `back` of those fields reads them
     inert        fields without effect, besides INERT
     rope         how rotary positions are written; `optional`: a base of null means no positions; None: this family has none

@@ -31,7 +31,7 @@ STATE = "state.json"
 METADATA = ".metadata"
 """The table of contents that torch.distributed.checkpoint writes."""
 FORMAT, VERSION = "pretrain-checkpoint", 2
-"""The version changes with the keys that a resume compares, and with what a checkpoint holds."""
+"""The version changes with the keys of the model and with what a checkpoint holds. Other keys that a record lacks have their defaults."""
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _UNFINISHED = re.compile(r"\.(writing-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
 

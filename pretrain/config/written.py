@@ -53,12 +53,14 @@ def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent
 def from_recorded(values: Any, place: str) -> Config:
     """The inverse of `dataclasses.asdict(config)`, without OmegaConf. `place`: file and line, for the error.
 
-    Raises ConfigError for values of which this program's `Config` does not consist.
+    Keys that it lacks have their defaults. Raises ConfigError for values of which this program's `Config` does not consist.
     """
     try:
         return build_section(Config, values)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
+        raise ConfigError(
+            f"{place}: not a configuration of this version of the program ({error}); take the version that wrote it"
+        ) from error
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

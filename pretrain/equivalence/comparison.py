@@ -27,6 +27,7 @@ from pretrain.equivalence.cases import SINGLE, Case
 from pretrain.equivalence.measured_run import Measured, read_measured
 from pretrain.errors import ConfigError, TrainingError
 from pretrain.observe.metrics import read_metrics
+from pretrain.train.description import bytes_of
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
 BF16_GRADIENT_LIMIT, BF16_METRIC_LIMIT = 2 * 4 * 2**-9, 2**-8
@@ -214,8 +215,8 @@ def costs(rows: list[Row]) -> str:
         cells = ["-"] * 4
         if row.measured:
             sent = [one.sent for one in row.measured if one.sent is not None]
-            shown = (_collectives(row.measured), _size(max(sent))) if sent else ("-", "-")
-            cells = [str(row.measured[0].micro_steps), *shown, _size(_peak(row))]
+            shown = (_collectives(row.measured), bytes_of(max(sent))) if sent else ("-", "-")
+            cells = [str(row.measured[0].micro_steps), *shown, bytes_of(_peak(row))]
         lines.append([row.case.name, row.format, *cells, verdict(row, rows)])
     return _markdown(lines)
 
@@ -260,13 +261,6 @@ def _of_rank(one: Measured) -> str:
             sign = "=" if count == one.expected.get(kind, 0) else "≠"
             parts.append(f"{kind} {count} {sign} {one.formula.get(kind, '0')}")
     return ", ".join(parts) or "none"
-
-
-def _size(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e3:.3g} kB"
 
 
 def _markdown(lines: list[list[str]]) -> str:

@@ -236,3 +236,19 @@ def value_advice(key: str, value: object) -> str:
     """What a value that other tools take means for a key here, to be added to a message; empty for others."""
     advice = _VALUES.get(key, {}).get(str(value))
     return f"; {advice}" if advice else ""
+
+
+_SECTIONS = {
+    "run": "the name of a run is run.name",
+    "model": _SHAPE,
+    "data": "prepared data is listed in data.sources: [{path: DIR}]",
+    "optim": "the optimizer is optim.name",
+    "schedule": "the schedule is schedule.name",
+    "parallel": "the layout is parallel.strategy",
+    "precision": "the format is precision.compute",
+}
+
+
+def section_advice(path: str) -> str:
+    """Which key of a section is meant by a word in the section's place, to be added to a message; empty for sections that have no such key."""
+    return f"; {_SECTIONS[path]}" if path in _SECTIONS else ""

@@ -18,7 +18,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.foreign import answer_to, value_advice
+from pretrain.config.foreign import answer_to, section_advice, value_advice
 from pretrain.config.keys import keys_of
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
@@ -201,8 +201,9 @@ def _section_advice(kind: type, value: Any, path: str) -> str:
         advice = value_advice(f"{path}.{name}", value)
         if value.lower() not in _OF_MANY_KEYS and (advice or any(value in _words(kind) for kind in kinds)):
             return f"; the key for that is {path}.{name}{advice}"
-    texts = [name for name, kinds in hints.items() if str in kinds]
-    if "." not in path or not texts:
+    if advice := section_advice(path):
+        return advice
+    if not (texts := [name for name, kinds in hints.items() if str in kinds]):
         return ""
     in_list = path.rpartition(".")[2].isdigit()
     return f"; write {{{texts[0]}: {value}}}" if in_list else f"; the key for that is {path}.{texts[0]}"

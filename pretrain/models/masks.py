@@ -97,6 +97,8 @@ def attention_backend(model: Model, device: torch.device, training: bool, dtype:
         drops = training and model.attention_dropout
         flex = device.type == "cuda" and narrowest >= FLEX_NARROWEST_HEAD and not drops
         return "flex" if flex else "sdpa"
+    if training:
+        check_flex_with_dropout(model)
     if model.attention_backend != "sdpa" and training and device.type not in ("cuda", "meta"):
         what = {"flex": "FlexAttention has a backward pass", "varlen": "torch's kernel exists"}[model.attention_backend]
         raise ConfigError(

@@ -47,6 +47,8 @@ _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume
 # Batches of pairs differ in size: another order has none that begins at the run's place.
 _ORDER_OF_PAIRS = ("data.seed", "data.sources")
 _SHOWN = 4  # values of one kind that a message lists
+# They come and go with a source, or with a way of packing, which is what the message names.
+_DETAILS = re.compile(r"data\.sources\.\d+\.documents|data\.packing\.index\.\d+")
 _FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
 _WIDTH = 200  # characters of a value that a line of the difference shows
 _CURVE_POINTS = 1000  # steps at which two schedules are compared
@@ -74,6 +76,7 @@ class Change:
 def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]:
     """The differences between two identities, which make them different runs."""
     names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
+    names = [name for name in names if (name in saved and name in own) or not _DETAILS.fullmatch(name)]
     changed = [name for name in names if saved.get(name) != own.get(name)]
     fixed = _ORDER_OF_PAIRS if saved.get("data.kind") == own.get("data.kind") == "pairs" else ()
     kinds = {name: next((k for k in _CONSEQUENCES if k not in fixed and _is_under(name, [k])), None) for name in changed}

@@ -22,6 +22,7 @@ from pretrain.errors import DataError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.generate import Search
+from pretrain.parallel.initialise import initialise
 from pretrain.train import translation
 from pretrain.train.translation import edit_distance, error_rate, score
 
@@ -63,7 +64,9 @@ def test_a_token_without_a_row_is_named_with_its_line(tmp_path, monkeypatch, byt
     def opened(path):
         sizes = Model(family="transformer", dim=16, layers=1, heads=2, vocab_size=rows["target"])
         model = complete(dataclasses.replace(sizes, encoder=EncoderConfig(vocab_size=rows["source"])), 32)
-        return build_network(model), tokenizer, tokenizer
+        network = build_network(model)
+        initialise(network, 0)
+        return network, tokenizer, tokenizer
 
     class Larger(type(tokenizer)):
         def encode_arrays(self, texts):

@@ -483,7 +483,7 @@ WITH_EXPERTS = ("model.family=custom", "model.experts={count: 6, active: 2, ffn_
     "overrides, message",
     [
         ([], "parallel.expert=4: the model has no experts; set parallel.expert=1, or model.experts.count"),
-        ([*WITH_EXPERTS, "model.experts.dense_layers=[0, 1]"], "parallel.expert=4: model.experts.dense_layers names every layer with an MLP, so none has experts; set parallel.expert=1"),
+        ([*WITH_EXPERTS, "model.experts.dense_layers=[1]", "model.sublayers=[mixer, both]"], "parallel.expert=4: model.experts.dense_layers names every layer with an MLP, so none has experts; set parallel.expert=1"),
         (WITH_EXPERTS, "parallel.expert=4: model.experts.count=6 does not divide by it; use 3 or 6, or change that key"),
         ([*WITH_EXPERTS, "parallel.expert=9"], "parallel.expert=9: model.experts.count=6 does not divide by it; use 6, or change that key"),
         (["parallel.strategy=ddp"], "parallel.expert=4 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.expert=1, its default"),

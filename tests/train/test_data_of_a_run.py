@@ -25,7 +25,6 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
-from pretrain.data.training_data import PreparedTraining
 from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.trainer import Trainer
@@ -363,7 +362,6 @@ def test_text_is_read_exactly_after_a_resume_on_another_number_of_ranks(pool, te
     [
         ("data.text.input=[]", "give either input (files and globs) or dataset"),
         ("data.text.tokenizer=null", "data.text.tokenizer is missing"),
-        ("data.exact_resume=true", "data.exact_resume is no key any more: every run resumes exactly now"),
         ("data.text.input=[absent.txt]", "data.text: absent.txt"),
     ],
 )
@@ -378,13 +376,6 @@ def test_text_that_changed_is_refused_at_the_resume(pool, text_config):
     file.write_text(file.read_text() + "\nmore")
     code, printed = run_main(str(text_config), "run.steps=5")
     assert code == 1 and "data.sources.0 was" in printed
-
-
-def test_a_run_that_tokenized_text_while_it_trained_cannot_be_continued(text_config):
-    assert run_main_with(PreparedTraining, "kind", "text", str(text_config), "run.steps=3")[0] == 0
-    code, printed = run_main(str(text_config), "run.steps=5")
-    [line] = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert code == 1 and "tokenized data.text while it trained" in line and "run.init_from=" in line
 
 
 def test_a_step_without_any_target_is_refused(pool, config_file, prepared):

@@ -76,6 +76,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class OtherFormatError(CheckpointError):
+    """A checkpoint is of another version of the format. It is not damaged, so that a run does not fall back from it."""
+
+
 class ExportError(CheckpointError):
     """A new run could not be exported in the end."""
 

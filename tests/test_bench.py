@@ -381,6 +381,10 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
     file.write_bytes(b"\xff")
     with pytest.raises(DataError, match="it is not UTF-8"):
         read_rows(file)
+    for change in ({"value": None}, {"machine": "x"}, {"command": 5}):  # was found after all had been measured
+        file.write_text(json.dumps(rows[0] | change) + "\n")
+        with pytest.raises(DataError, match="was not written by --json: its value, machine or command is of another type"):
+            read_rows(file)
 
 
 HERE = {

@@ -72,7 +72,9 @@ def _check_inputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     corpus = parser.add_mutually_exclusive_group(required=True)
     corpus.add_argument(
         "--input", nargs="+", action="extend", metavar="PATH", help="files, folders, patterns (** descends into folders), and URLs of these"

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 def verify_all(path: Path) -> None:
     from pretrain.checkpoint import files
     from pretrain.checkpoint.payload import Payload
-    from pretrain.errors import CheckpointError, UnreadableError
+    from pretrain.errors import CheckpointError, OtherFormatError, UnreadableError
 
     problems = []
     for checkpoint in files.checkpoints_at(path):
@@ -34,7 +34,8 @@ def verify_all(path: Path) -> None:
             problems.append(str(error))
             # A file that cannot be read now may be good or damaged.
             unknown = isinstance(error, UnreadableError) and not error.missing
-            print(f"{'unread ' if unknown else 'damaged'}  {error}", flush=True)
+            word = "other  " if isinstance(error, OtherFormatError) else "unread " if unknown else "damaged"
+            print(f"{word}  {error}", flush=True)
     if problems:
         raise CheckpointError(f"{len(problems)} not good: {problems[0]}")
 

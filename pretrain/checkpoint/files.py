@@ -22,7 +22,16 @@ from typing import Any, TypeVar
 from pretrain.config.load import check_recorded
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
-from pretrain.errors import CheckpointError, ConfigError, DataError, UnreadableError, UserError, line_of, shown
+from pretrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OtherFormatError,
+    UnreadableError,
+    UserError,
+    line_of,
+    shown,
+)
 from pretrain.storage import exists, flush, refuse_existing, sha256_of, unrepeated
 
 T = TypeVar("T")
@@ -188,11 +197,13 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def files_of_manifest(manifest: Any, path: Path | str) -> dict[str, dict[str, Any]]:
-    """File name -> size and sha256, by the content of a manifest. `path`: where it was read, for messages. Raises CheckpointError."""
+    """File name -> size and sha256, by the content of a manifest. `path`: where it was read, for messages. Raises OtherFormatError, and CheckpointError for
+    what is damaged.
+    """
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not a manifest of a {FORMAT}")
     if manifest.get("version") != VERSION:
-        raise CheckpointError(
+        raise OtherFormatError(
             f"{path}: format version {shown(manifest.get('version'))}, this program reads {VERSION}; take the version of the program that wrote it"
         )
     files = manifest.get("files")

@@ -27,7 +27,7 @@ from pretrain.checkpoint.store_url import KEY
 from pretrain.checkpoint.undo import Undo
 from pretrain.config.schema import Checkpoint, Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError, without_secrets
+from pretrain.errors import CheckpointError, DataError, OtherFormatError, without_secrets
 from pretrain.storage import exists, flush, make_directory, real, unrepeated
 from pretrain.store_errors import WrongContentError
 from pretrain.transfer import Remote, all_at_once
@@ -306,6 +306,8 @@ class StoredRun:
             listed = files.files_of_manifest(json.loads(content, object_pairs_hook=unrepeated), without_secrets(url))
         except (ValueError, RecursionError) as error:
             return f"{without_secrets(url)}: cannot be read: {error}"
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
             return str(error)
         total = sum(item["bytes"] for item in listed.values())

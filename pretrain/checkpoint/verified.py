@@ -12,11 +12,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pretrain.checkpoint import files
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, UnreadableError
+from pretrain.errors import CheckpointError, OtherFormatError, UnreadableError
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +57,15 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
     """The first thing wrong with the content of a checkpoint's files, the ranks sharing the hashing; None when it is intact.
 
     A file that no rank finds is gone, which is damage. Raises UnreadableError, on all ranks, for one that stays unreadable where it is,
-    or that some ranks find and others do not; `instead` ends its message.
+    or that some ranks find and others do not; `instead` ends its message. Raises OtherFormatError for another version of the format.
     """
     intact = False
     manifest: str | None = None
 
     def look() -> str | None:
         nonlocal intact, manifest
-        # (problem, path of a file that cannot be read, whether it is missing)
-        found: tuple[str | None, str | None, bool] = (None, None, False)
+        # (problem, path of a file that cannot be read, whether it is missing, or what is to be raised on all ranks)
+        found: tuple[str | None, str | None, bool] | OtherFormatError = (None, None, False)
         try:
             # The others wait for it, and see why. A file may take hours, and the ranks that have none are done at once.
             with ranks.part("hashes of a checkpoint", storage=True), ranks.in_pieces("hashes of a checkpoint") as seen:
@@ -76,8 +76,8 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
         except UnreadableError as error:
             found = str(error), error.path, error.missing
         except CheckpointError as error:
-            found = str(error), None, False
-        everyone = ranks.gather("hashes of a checkpoint", found)
+            found = error if isinstance(error, OtherFormatError) else (str(error), None, False)
+        everyone = _unless_other_format(ranks.gather("hashes of a checkpoint", found))
         if differing := [text for text, path, _ in everyone if text and not path]:
             return differing[0]
         paths = [path for _, path, missing in everyone if missing]
@@ -93,6 +93,13 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
         return None
 
     return _patiently(look, instead)
+
+
+def _unless_other_format(found: list[Any]) -> list[Any]:
+    for one in found:
+        if isinstance(one, OtherFormatError):
+            raise one
+    return found
 
 
 def _check_same(checkpoint: Path, ranks: Ranks, manifest: str | None) -> None:

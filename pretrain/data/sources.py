@@ -55,6 +55,7 @@ def _by_keys(message: str) -> str:
     from pretrain.data.preparation.text_inputs import CORRECT_IT, LEAVE_OUT
 
     named = {LEAVE_OUT: CORRECT_IT, "--text-field": "data.text.text_field", "--documents": "data.text.documents"}
+    named |= {f"--{option}": f"tools/prepare_data.py --{option}" for option in ("ids-dtype", "ids-field", "restart", "workers")}
     return functools.reduce(lambda said, option: said.replace(option, named[option]), named, message)
 
 

@@ -33,14 +33,14 @@ def _refused(flag: str, key: str = "parallel.strategy", unset: str = "false") ->
 # The order matters: a setting is checked after the one that gives it its meaning.
 _SETTINGS = {
     "ACCELERATE_MIXED_PRECISION": _Setting(
-        "precision.compute", "no", {"bf16": ("bf16",), "fp32": ("fp32",)}, "launch with --mixed_precision no"
+        "precision.compute", "no", {"bf16": ("bf16",), "fp32": ("fp32",), "auto": ("auto",)}, "launch with --mixed_precision no"
     ),
     "ACCELERATE_USE_CPU": _Setting("run.device", "false", {"true": ("cpu",)}, "launch without --cpu"),
     "ACCELERATE_USE_DEEPSPEED": _refused("--use_deepspeed"),
     "ACCELERATE_USE_MEGATRON_LM": _refused("--use_megatron_lm"),
     # `auto` may choose ddp, so it is not enough.
     "ACCELERATE_USE_FSDP": _Setting("parallel.strategy", "false", {"true": ("fsdp",)}, "launch without --use_fsdp"),
-    "FSDP_VERSION": _Setting("parallel.strategy", "2", {}, "launch with --fsdp_version 2"),
+    "FSDP_VERSION": _Setting("parallel.strategy", "2", {}, "it is FSDP2: launch with --fsdp_version 2"),
     "FSDP_SHARDING_STRATEGY": _refused("--fsdp_sharding_strategy", unset="full_shard"),
     "FSDP_RESHARD_AFTER_FORWARD": _Setting("parallel.reshard_after_forward", "true", {"false": ("never",)}),
     "FSDP_OFFLOAD_PARAMS": _Setting("parallel.offload", "false", {"true": (True,)}),
@@ -71,7 +71,7 @@ def refuse_contradictions(config: Config, environ: Mapping[str, str]) -> None:
         value = str(written.lower() in _TRUE).lower() if unset in ("true", "false") else written.lower()
         section, field = key.split(".")
         ours = getattr(getattr(config, section), field)
-        agreed = means.get(value, ()) if means is not None else (int(value),) if value.isdecimal() else ()
+        agreed = means.get(value, ()) if means is not None else (int(value),) if value.removeprefix("-").isdecimal() else ()
         if value == unset or ours in agreed or (key == "run.device" and ours == "auto" and not _has_gpu()):
             continue
         change = f"set {key}={_text(agreed[0])} or " if agreed else ""

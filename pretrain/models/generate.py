@@ -157,19 +157,18 @@ def _next_logits(model: nn.Module, rows: list[list[int]], cache: Cache | None) -
         if cache is not None:
             inputs["cache"] = cache
         logits_BV = model(tokens_BT, **inputs)[:, -1]
-    return _checked(logits_BV.cpu(), lambda row: len(rows[row]))
-
-
-def _checked(logits_BV: Tensor, tokens_of: Callable[[int], int]) -> Tensor:
-    """Logits in fp32. `tokens_of`: how many tokens a row has so far. Raises GenerationError where they are no numbers."""
-    logits_BV = logits_BV.float()
-    odd_B = (logits_BV.isnan() | (logits_BV == torch.inf)).any(-1)
-    if odd_B.any():
+    logits_BV = logits_BV.float().cpu()
+    if (odd_B := are_no_numbers(logits_BV)).any():
         raise GenerationError(
-            f"the model's logits after {tokens_of(int(odd_B.int().argmax()))} tokens are no numbers (NaN or infinity): its weights are damaged or "
+            f"the model's logits after {len(rows[int(odd_B.int().argmax())])} tokens are no numbers (NaN or infinity): its weights are damaged or "
             "diverged, or the number format is too narrow for it; try --dtype fp32 or another checkpoint"
         )
     return logits_BV
+
+
+def are_no_numbers(logits_BV: Tensor) -> Tensor:
+    """Rows [B] with a logit that is NaN or plus infinity."""
+    return (logits_BV.isnan() | (logits_BV == torch.inf)).any(-1)
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
@@ -241,15 +240,14 @@ def translate(
     search: Search,
     agree: Agree = alone,
 ) -> list[list[int]]:
-    """The best translation found of each source, without its end token. `call`: the network, placed; `layers`: its decoder blocks.
-
-    Raises GenerationError where logits are no numbers.
+    """The best translation found of each source, without its end token. `call`: the network, placed, whose logits are numbers; `layers`: its decoder
+    blocks.
     """
     limits = search.limits(source_lengths_B)
     cache = DecodingCache(layers, agree(max(limits)) + 1)
     tokens_B1 = torch.full((len(limits), 1), start_id, device=source_BS.device)
     sources = {"source_BS": source_BS, "source_lengths_B": source_lengths_B}
-    logits_BV = _checked(call(tokens_BT=tokens_B1, cache=cache, **sources)[:, -1], lambda row: 1)
+    logits_BV = call(tokens_BT=tokens_B1, cache=cache, **sources)[:, -1].float()
     run = _greedy if search.beam == 1 else _beam
     return run(call, cache, logits_BV, limits, end_id, search, agree)
 
@@ -268,7 +266,7 @@ def _greedy(
             results[row].append(chosen[row])
         if not agree(len(open_rows)):
             return results
-        logits_BV = _checked(call(tokens_BT=tokens_B[:, None], cache=cache)[:, -1], lambda row: len(results[row]) + 1)
+        logits_BV = call(tokens_BT=tokens_B[:, None], cache=cache)[:, -1].float()
 
 
 def _beam(
@@ -298,8 +296,7 @@ def _beam(
             return [max(sentence.ended, key=lambda ended: ended[0])[1] for sentence in sentences]
         cache.reorder(torch.tensor(parents, device=device))
         last = [(tokens or [end_id])[-1] for sentence in sentences for _, tokens in _padded(sentence, beam)]
-        logits_RV = call(tokens_BT=torch.tensor(last, device=device)[:, None], cache=cache)[:, -1]
-        logits_RV = _checked(logits_RV, lambda row: len(sentences[row // beam].active[0][1]) + 1)
+        logits_RV = call(tokens_BT=torch.tensor(last, device=device)[:, None], cache=cache)[:, -1].float()
 
 
 def _advance(

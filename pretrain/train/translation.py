@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,9 @@ from pretrain.config.schema import Config
 from pretrain.data.pairs.prepared_pairs import Line, PreparedPairs, encode_lines, read_lines
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import ConfigError, DataError, install_command
+from pretrain.errors import ConfigError, DataError, GenerationError, install_command
 from pretrain.huggingface.open_model import known_ids, open_translator
-from pretrain.models.generate import Search, translate
+from pretrain.models.generate import Search, are_no_numbers, translate
 from pretrain.models.shape import start_token
 from pretrain.train.stop import StopPoll
 
@@ -46,7 +47,7 @@ def translate_and_score(
     sources, targets = ranks.attempt("reading of pairs", lambda: pairs.read(numbers), DataError)
     end = pairs.target.eod_id
     start = start_token(config.model, end)
-    translations = translate_sources(call, sources, config.model.layers, start, end, search, ranks, share, poll)
+    translations = translate_sources(numbers_only(call), sources, config.model.layers, start, end, search, ranks, share, poll)
     if not ranks.is_main:
         return None
     source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
@@ -57,6 +58,11 @@ def translate_and_score(
         log.info("reference  %s", references[i])
         log.info("hypothesis %s", hypotheses[i])
     return score(hypotheses, references, options.lowercase).numbers()
+
+
+def numbers_only(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A network whose logits are numbers. A run that has diverged is found by its loss: its translations are worth nothing, and only have to end."""
+    return lambda **inputs: call(**inputs).nan_to_num()
 
 
 def translate_sources(
@@ -106,7 +112,7 @@ def translate_file(
 ) -> tuple[list[str], list[str] | None]:
     """The translation of each line of a file, and the lines of `reference`. The translation of an empty line is empty.
 
-    Raises ConfigError if there are references and no sacrebleu to score them. Raises DataError, naming the line, for one that is not UTF-8,
+    Raises GenerationError where the model's logits are no numbers. Raises ConfigError if there are references and no sacrebleu to score them. Raises DataError, naming the line, for one that is not UTF-8,
     that the tokenizer refuses, or that has a token which the model does not know. Raises DataError for a reference with another number of lines.
     """
     if reference:
@@ -130,7 +136,16 @@ def translate_file(
             raise DataError(f"{lines[i].origin}: {ids}")
         known_ids(ids.tolist(), rows, lines[i].origin)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    found = translate_sources(network, sources, model.layers, start_token(model, end), end, search, alone)
+
+    def checked(**inputs: Any) -> Tensor:
+        logits_BTV = network(**inputs)
+        if are_no_numbers(logits_BTV).any():
+            raise GenerationError(
+                f"{source}: the model's logits are no numbers (NaN or infinity): its weights are damaged or diverged; try another checkpoint"
+            )
+        return logits_BTV
+
+    found = translate_sources(checked, sources, model.layers, start_token(model, end), end, search, alone)
     translations = [""] * len(lines)
     for i, tokens in zip(filled, found):
         translations[i] = text_of(tokenizer, tokens)

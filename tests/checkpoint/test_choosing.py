@@ -541,6 +541,20 @@ def test_a_record_that_lacks_a_key_has_its_default(pool, config_file, run):
     assert printed.rstrip().endswith("take the version that wrote it")
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_another_format_version_is_no_damage(pool, config_file, run, number, capsys):
+    """The run does not fall back from it: one line, and everything stays."""
+    manifest = run / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 3}))
+    before = checkpoints(run)
+    for code, printed in pool.launch(number, run_main, str(config_file), *PERIODIC, "run.steps=8", *([DDP] if number > 1 else [])):
+        assert code == 1 and "damaged" not in printed
+        assert f"error: {manifest}: format version 3, this program reads 2; take the version of the program that wrote it" in printed or number > 1
+    assert checkpoints(run) == before
+    assert tool("verify_checkpoint").main([str(run)]) == 1
+    assert f"other    {manifest}: format version 3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", [flip_bit, Path.unlink, lambda path: path.write_text("[1]")])
 def test_an_older_checkpoint_that_is_damaged_keeps_no_run_from_going_on(pool, config_file, run, damage):
     damage(run / "checkpoints" / "step-00000004" / "state.json")

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.config.parallel_schema import Parallel
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Precision
 from pretrain.errors import ConfigError, TrainingError
 from pretrain.models import build_network, causal_blocks, causal_blocks_fp32
 from pretrain.models.families import complete
@@ -260,7 +260,8 @@ def test_a_compiler_stores_what_its_budget_allows():
     def compiled(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
         torch._dynamo.reset()
         network = network_of(dataclasses.replace(LLAMA, dim=128, layers=2), torch.float32, None)
-        compile_blocks(network, "aot_eager_decomp_partition", budget)
+        options = Parallel(compile="blocks", activation_memory_budget=budget)
+        prepare_blocks(network, Config(parallel=options, precision=Precision(compute="fp32")), "aot_eager_decomp_partition")
         loss_of(network, rows=4, length=128).backward()
         found = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
         return kept_by_forward(network), found
@@ -269,5 +270,5 @@ def test_a_compiler_stores_what_its_budget_allows():
     assert least < half < everything and least < 0.6 * everything
     for found in (some, few):
         assert all((found[name] - g).norm() <= 1e-6 * g.norm() for name, g in expected.items())
-    compile_blocks(network_of(LLAMA, torch.float32, None))
+    prepare_blocks(network_of(LLAMA, torch.float32, None), Config(parallel=Parallel(compile="blocks"), precision=Precision(compute="fp32")))
     assert torch._functorch.config.activation_memory_budget == 1.0

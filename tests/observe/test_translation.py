@@ -18,7 +18,7 @@ from pretrain.config.schema import Config, Translation
 from pretrain.data.pairs.prepared_pairs import PreparedPairs, prepare_pairs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import DataError
+from pretrain.errors import DataError, GenerationError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.generate import Search
@@ -55,6 +55,26 @@ def test_error_rates_are_of_the_whole_corpus():
     assert error_rate([["a", "b"], ["c"]], [["a", "x", "y"], ["c", "d", "e"]]) == pytest.approx(100 * 4 / 6)
     assert error_rate([["a", "b"]], [["c"]]) == 200.0
     assert error_rate([[]], [[]]) == 0.0
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_model_that_has_diverged_translates_nothing(tmp_path, monkeypatch, byte_tokenizer, pool, beam):
+    """Greedy search wrote token 0 up to the limit, and a beam ended in an IndexError, also in a validation while a run trains."""
+    tokenizer = load_tokenizer(byte_tokenizer)
+    sizes = Model(family="transformer", dim=16, layers=1, heads=2, vocab_size=257)
+    network = build_network(complete(dataclasses.replace(sizes, encoder=EncoderConfig(vocab_size=257)), 32))
+    initialise(network, 0)
+    with torch.no_grad():
+        next(parameter for name, parameter in network.named_parameters() if name.endswith("down.weight"))[0, 0] = torch.nan
+    monkeypatch.setattr(translation, "open_translator", lambda path: (network, tokenizer, tokenizer))
+    (tmp_path / "in").write_text("ab\ncd\n")
+    with pytest.raises(GenerationError, match=f"{tmp_path}/in: the model's logits are no numbers") as caught:
+        translation.translate_file(tmp_path, str(tmp_path / "in"), None, Search(beam), False)
+    assert "\n" not in str(caught.value)
+    call = translation.numbers_only(network)
+    sources = [np.array([5, 256]), np.array([6, 7, 256])]
+    found = translation.translate_sources(call, sources, 1, 256, 256, Search(beam, max_extra=2), Ranks(0, 0, 1, torch.device("cpu")))
+    assert len(found) == 2
 
 
 def test_a_token_without_a_row_is_named_with_its_line(tmp_path, monkeypatch, byte_tokenizer):

@@ -254,4 +254,9 @@ def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What `as_lines` wrote. Raises DataError for anything else."""
-    return read_lines(path, *(field.name for field in dataclasses.fields(Row) if field.name not in _LATER), "command", "machine")
+    names = [field.name for field in dataclasses.fields(Row) if field.name not in _LATER]
+    rows = read_lines(path, *names, "command", "machine")
+    for row in rows:
+        if type(row["value"]) not in (int, float) or not isinstance(row["machine"], dict) or not isinstance(row["command"], str):
+            raise DataError(f"{path}: a row of {row['subject']} was not written by --json: its value, machine or command is of another type")
+    return rows

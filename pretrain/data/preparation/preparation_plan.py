@@ -19,6 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES, WHOLE, IdFile, column_parts
 from pretrain.data.preparation.inputs import InputFile
@@ -188,7 +189,9 @@ class PreparationPlan:
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{name}: not a plan of this program ({reason}); start again with --restart") from error
+            raise DataError(
+                f"{name}: not a plan of this version of the program ({reason}); remove {Path(name).parent}, and start again"
+            ) from error
 
     @property
     def cuts_tail(self) -> bool:

@@ -251,7 +251,7 @@ def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
     if before.plan_sha256:
         for option, value, now in plan.settings.changes(before.preparation):
             return f", prepared with {option} {value!r} instead of {now!r},"
-    return ", prepared from other inputs, or from these before one was modified, or with other options,"
+    return ", prepared from other inputs, or from these before one was modified, or with other options or another version of this program,"
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:

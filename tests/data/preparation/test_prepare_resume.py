@@ -434,7 +434,7 @@ def test_the_same_command_again_is_a_success_and_another_is_refused(inputs, trai
         assert str(again).startswith(f"nothing to do: the same command has prepared {tmp_path}/out/train (")
     for changed, message in (
         ({"validation_fraction": 0.3}, "prepared with --validation-fraction 0.2 instead of 0.3, and was left as it is"),
-        ({"unit_bytes": 1499}, "prepared from other inputs, or from these before one was modified, or with other options, and was left as it is"),
+        ({"unit_bytes": 1499}, "prepared from other inputs, or from these before one was modified, or with other options or another version of this program, and was left as it is"),
     ):
         for own in ({}, {"restart": True}, {"task": 0}):
             with pytest.raises(DataError, match=rf"out: already exists, {message}; choose another output or remove it first"):
@@ -450,7 +450,7 @@ def test_an_output_of_an_input_that_was_touched_or_changed_since_is_refused(trai
     prepare([str(file)], trained["bpe"], tmp_path / "out")
     before = files_of(tmp_path / "out")
     os.utime(file, ns=(1, 1))
-    message = "out: already exists, prepared from other inputs, or from these before one was modified, or with other options, and was left"
+    message = "out: already exists, prepared from other inputs, or from these before one was modified, or with other options or another version of this program, and was left"
     with pytest.raises(DataError, match=message):
         prepare([str(file)], trained["bpe"], tmp_path / "out")
     with pytest.raises(
@@ -490,7 +490,7 @@ def test_an_output_of_something_else_is_refused(inputs, trained, tmp_path):
     assert files_of(tmp_path) == {"out/mine": b"keep"}
     with ShardWriter.create(tmp_path / "old", load_tokenizer(trained["bpe"])) as writer:
         writer.add(np.array([5, writer._tokenizer.eod_id]), np.array([2]))
-    with pytest.raises(DataError, match="old: already exists, prepared from other inputs, or from these before one was modified, or with other options, and"):
+    with pytest.raises(DataError, match="old: already exists, prepared from other inputs, or from these before one was modified, or with other options or another version of this program, and"):
         prepare(inputs, trained["bpe"], tmp_path / "old", **OPTIONS)
 
 

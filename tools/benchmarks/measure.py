@@ -258,5 +258,5 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = read_lines(path, *names, "command", "machine")
     for row in rows:
         if type(row["value"]) not in (int, float) or not isinstance(row["machine"], dict) or not isinstance(row["command"], str):
-            raise DataError(f"{path}: a row of {row['subject']} was not written by --json: its value, machine or command is of another type")
+            raise DataError(f"{path}: a row was not written by --json: its value, machine or command is of another type")
     return rows

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pretrain.checkpoint import files
 from pretrain.distributed.ranks import Ranks
@@ -64,8 +64,7 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
 
     def look() -> str | None:
         nonlocal intact, manifest
-        # (problem, path of a file that cannot be read, whether it is missing, or what is to be raised on all ranks)
-        found: tuple[str | None, str | None, bool] | OtherFormatError = (None, None, False)
+        failed: CheckpointError | None = None
         try:
             # The others wait for it, and see why. A file may take hours, and the ranks that have none are done at once.
             with ranks.part("hashes of a checkpoint", storage=True), ranks.in_pieces("hashes of a checkpoint") as seen:
@@ -73,33 +72,33 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
                     files.verify(checkpoint, ranks.rank, ranks.world_size, seen, content)
                     manifest = files.manifest_hash(checkpoint)
             intact = True
-        except UnreadableError as error:
-            found = str(error), error.path, error.missing
         except CheckpointError as error:
-            found = error if isinstance(error, OtherFormatError) else (str(error), None, False)
-        everyone = _unless_other_format(ranks.gather("hashes of a checkpoint", found))
-        if differing := [text for text, path, _ in everyone if text and not path]:
-            return differing[0]
-        paths = [path for _, path, missing in everyone if missing]
-        seen = ranks.gather("sight of a checkpoint's files", [os.path.exists(path) for path in paths]) if paths else []
-        for number, path in enumerate(paths):
-            if not any(rank[number] for rank in seen):
-                return f"{path}: missing"
-        for rank, (text, _, missing) in enumerate(everyone):
-            if text:
-                where = "" if ranks.world_size == 1 else f"rank {rank}: "
-                raise UnreadableError(f"{where}{text}" + (" here, and other ranks find it" if missing else ""))
+            failed = error
+        if (damage := _damage_of(ranks.gather("hashes of a checkpoint", failed), ranks)) is not None:
+            return damage
         _check_same(checkpoint, ranks, manifest)
         return None
 
     return _patiently(look, instead)
 
 
-def _unless_other_format(found: list[Any]) -> list[Any]:
-    for one in found:
-        if isinstance(one, OtherFormatError):
-            raise one
-    return found
+def _damage_of(failures: list[CheckpointError | None], ranks: Ranks) -> str | None:
+    """What the ranks' failures to verify a checkpoint come to; see `first_damage`. All ranks call it together."""
+    for failed in failures:
+        if isinstance(failed, OtherFormatError):
+            raise failed
+    if damage := [failed for failed in failures if failed and not isinstance(failed, UnreadableError)]:
+        return str(damage[0])
+    paths = [failed.path for failed in failures if failed and failed.missing]
+    seen = ranks.gather("sight of a checkpoint's files", [os.path.exists(path) for path in paths]) if paths else []
+    for number, path in enumerate(paths):
+        if not any(rank[number] for rank in seen):
+            return f"{path}: missing"
+    for rank, failed in enumerate(failures):
+        if failed:
+            where = "" if ranks.world_size == 1 else f"rank {rank}: "
+            raise UnreadableError(f"{where}{failed}" + (" here, and other ranks find it" if failed.missing else ""))
+    return None
 
 
 def _check_same(checkpoint: Path, ranks: Ranks, manifest: str | None) -> None:

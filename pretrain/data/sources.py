@@ -51,7 +51,7 @@ def with_prepared_text(config: Config, make: bool = True) -> Config:
 
 
 def _by_keys(message: str) -> str:
-    """A message of the preparation with keys of the configuration in place of options; there is none to leave rows out."""
+    """A message of the preparation that names keys of the configuration in place of options. No key leaves rows out."""
     from pretrain.data.preparation.text_inputs import CORRECT_IT, LEAVE_OUT
 
     named = {LEAVE_OUT: CORRECT_IT, "--text-field": "data.text.text_field", "--documents": "data.text.documents"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -95,11 +94,11 @@ class RunDirectory:
             raise CheckpointError(f"{reason_of(error)}; the run cannot be kept there: choose another run.dir") from error
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
-        for litter in itertools.chain(
-            self.path.glob(".*.json.????????"), self.path.glob(".config.yaml.????????")
-        ):  # of a process that was killed while it wrote
-            with contextlib.suppress(OSError):
-                litter.unlink()
+        # What a process left that was killed while it wrote.
+        for pattern in (".*.json.????????", ".config.yaml.????????"):
+            for litter in self.path.glob(pattern):
+                with contextlib.suppress(OSError):
+                    litter.unlink()
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
 

@@ -58,7 +58,7 @@ def test_error_rates_are_of_the_whole_corpus():
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_a_model_that_has_diverged_translates_nothing(tmp_path, monkeypatch, byte_tokenizer, pool, beam):
+def test_a_model_that_has_diverged_translates_nothing(tmp_path, monkeypatch, byte_tokenizer, beam):
     """Greedy search wrote token 0 up to the limit, and a beam ended in an IndexError, also in a validation while a run trains."""
     tokenizer = load_tokenizer(byte_tokenizer)
     sizes = Model(family="transformer", dim=16, layers=1, heads=2, vocab_size=257)

@@ -257,7 +257,10 @@ class Family:
                 f"{BALANCE}={weight} is model.experts.balance_loss={ours.balance_loss:.4g} here: transformers averages its loss over "
                 f"{layers_with_experts(model)} layers, ours adds them up; model.yaml says it, and is the place to change it"
             )
-        if type(weight := config.get("aux_loss_alpha")) in (int, float) and 0 < weight < 1e9:
+        weight = config.get("aux_loss_alpha")
+        if (
+            type(weight) in (int, float) and 0 < weight < 1e9
+        ):  # any other is no weight, and has no effect in transformers either
             notes.append(
                 f"aux_loss_alpha={weight} is not used, as transformers does not; model.experts.balance_loss="
                 f"{weight / max(1, ours.active):.4g} would be that loss"

@@ -32,10 +32,10 @@ def pattern_of(types: Any, config: dict[str, Any], kinds: dict[str, bool]) -> li
 
 
 def number(config: dict[str, Any], name: str, default: int, least: int = 1) -> int:
-    """A whole number of config.json. Raises ConfigError for anything else, or below `least`."""
+    """An int of config.json. Raises ConfigError for anything else, or below `least`."""
     value = config.get(name, default)
     if type(value) is not int or value < least:
-        raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected a whole number of {least} or more")
+        raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected an int of {least} or above")
     return value
 
 

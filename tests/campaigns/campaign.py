@@ -26,19 +26,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "campaigns")]
 
-CAMPAIGNS = ("layout_parity", "interruptions", "damage", "hostile_configs")
+CAMPAIGNS = ("layout_parity", "resumes", "interruptions", "damage", "hostile_configs")
 JOURNALS = ROOT / "build" / "campaigns"
 
 
 @dataclass(frozen=True)
 class Case:
-    """`text`: what is tried, in one line. `run`: tries it; None, `REFUSED` where the program says no in one line, or what was found."""
+    """`text`: what is tried, in one line. `run`: tries it; None, what was found, or `REFUSED` and why where the program says no in one line."""
 
     text: str
     run: Callable[[], str | None]
 
 
-REFUSED = "refused"
+REFUSED = "refused: "
 
 
 def run_case(name: str, seed: int, number: int) -> dict:
@@ -74,7 +74,11 @@ def run_campaign(name: str, seed: int, minutes: float, cases: int | None = None,
 
 
 def is_finding(record: dict) -> bool:
-    return record["found"] not in (None, REFUSED)
+    return record["found"] is not None and not is_refused(record)
+
+
+def is_refused(record: dict) -> bool:
+    return (record["found"] or "").startswith(REFUSED)
 
 
 def close() -> None:
@@ -99,7 +103,7 @@ def main() -> int:
         journal = JOURNALS / f"{arguments.campaign}-{arguments.seed}.jsonl"
         run_campaign(arguments.campaign, arguments.seed, arguments.minutes, journal=journal)
         every = [json.loads(line) for line in journal.read_text().splitlines()]
-        findings, refused = sum(map(is_finding, every)), sum(record["found"] == REFUSED for record in every)
+        findings, refused = sum(map(is_finding, every)), sum(map(is_refused, every))
         minutes = sum(record["seconds"] for record in every) / 60
         print(
             f"{arguments.campaign}: {len(every)} cases in {minutes:.0f} min, {refused} refused in one line, {findings} findings"

@@ -80,11 +80,11 @@ def code_hashes() -> dict[str, str]:
 
 
 def machine_name(device: str) -> str:
-    """The kind of processor that computes. It may differ between ranks; a line then says so."""
+    """The kind of processor that computes, as `cpu` or `cuda:1`. It may differ between ranks; a line then says so."""
     import torch
 
-    if device == "cuda":
-        return torch.cuda.get_device_name()
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
 
 

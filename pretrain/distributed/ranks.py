@@ -284,6 +284,8 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     _limit_groups(patience)
     connect_lazily(world_size)
     ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
+    # NCCL is not told the device (`device_id`). It would connect all groups at once: messages of one group would wait for each other
+    # (`pretrain/parallel/pipeline.py`), gloo's half of a group would get torch's time limit, and a connection that fails would have none.
     with ranks.part("connection of the ranks"):
         dist.init_process_group(
             f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo",
@@ -291,7 +293,6 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
             store=meeting.store or dist.HashStore(),
             rank=rank,
             world_size=world_size,
-            **({"device_id": device} if backend == "nccl" else {}),
         )
         _has_groups = True
         control = dist.new_group(backend="gloo", timeout=timeout)

@@ -41,10 +41,9 @@ def platform_of(environ: Mapping[str, str] = os.environ) -> str:
 
 def surroundings(ranks: Ranks) -> dict[str, Any]:
     """What is known of the place of a run, as JSON values. All ranks call it together and get the same."""
-    device = ranks.device.type
     own = {
         "host": socket.gethostname(),
-        "device": machine_name(device),
+        "device": machine_name(str(ranks.device)),
         "address": _address(),
         "odd": _oddities(ranks.device, ranks_of_host(ranks.world_size)),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from pretrain.models.output_head import OutputHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
-_STORED = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+_STORED = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
            "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
 _OURS = ("causal_attention", "causal_attention_fp32", "multiply_rows")
 """Operators whose results `selective` stores. They cost the most to compute. `bmm` is not among them: attention that is not fused makes
@@ -192,10 +193,12 @@ def _store_products() -> Any:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _stored_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+    stored = _stored_operators("torch.nn.attention.varlen" in sys.modules)
+    return CheckpointPolicy.MUST_SAVE if operator in stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache
-def _stored_operators() -> set[Any]:
+def _stored_operators(with_varlen: bool) -> set[Any]:
     names = [(torch.ops.aten, name) for name in _STORED] + [(torch.ops.pretrain, name) for name in _OURS]
+    names += [(torch.ops.torch_attn, "_varlen_attn")] if with_varlen else []
     return {getattr(ops, name).default for ops, name in names if hasattr(ops, name)} | {torch.ops.higher_order.flex_attention}

@@ -71,6 +71,8 @@ class DataParallel:
         """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""
         self.sums: dict[nn.Parameter, Tensor] = {}
         """The same, reduced."""
+        self.arrived: list[tuple[list[nn.Parameter], Tensor]] = []
+        """Reduced ones of this micro-step, in a row."""
         self.wrapped: DistributedDataParallel | None = None
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
@@ -137,8 +139,16 @@ class DataParallel:
             self.moved = [parameter.register_post_accumulate_grad_hook(self._into_bucket) for parameter in self.views]
         with nullcontext() if self.is_synced else self.wrapped.no_sync():
             yield
+        self._add_arrived()
         for parameter in self._wide() if self.is_synced else ():
             parameter.grad = None  # a bucket's
+
+    def _add_arrived(self) -> None:
+        """Add up what was reduced. DDP's callbacks run on many streams, and each would keep memory for sums that were made on it."""
+        for parameters, summed in self.arrived:
+            for parameter, part in zip(parameters, summed.split([p.numel() for p in parameters])):
+                self.sums[parameter] = self.sums.get(parameter, 0) + part.view_as(parameter).float()
+        self.arrived = []
 
     def _into_bucket(self, parameter: nn.Parameter) -> None:
         """Make the bucket the gradient of a parameter, which has got its first one in this step."""
@@ -164,9 +174,7 @@ def _sum_in_fp32(state, bucket):
     sent = torch.cat([part.flatten() for part in parts])
 
     def keep(done):
-        for parameter, part in zip(parameters, done.value()[0].split([p.numel() for p in parameters])):
-            earlier = state.sums.get(parameter, 0)
-            state.sums[parameter] = earlier + part.view_as(parameter).float()
+        state.arrived.append((parameters, done.value()[0]))
         return buffer
 
     return dist.all_reduce(sent, async_op=True).get_future().then(keep)

@@ -174,7 +174,7 @@ def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDir
 
     packages = family_of(plan.config.model.family).packages
     facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts() | extensions.facts(), list(packages))
-    for note in meeting.join(facts, machine_name(device.type), keep):
+    for note in meeting.join(facts, machine_name(str(device)), keep):
         log.warning(note)
 
 

@@ -162,7 +162,8 @@ class Trainer:
 
         Raises TrainingError if its update was refused, and no more steps may be skipped.
         """
-        figures, router_loss = step.figures.read(), None
+        with self.ranks.part(f"figures of step {step.number}", device=True, exchanges=True):  # a GPU's host waits here
+            figures, router_loss = step.figures.read(), None
         self.settled_step, self.settled_samples = step.number, step.samples
         if step.is_finite(figures):
             router_loss = self.expert_loads.settle(figures)

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from launch_pool import RankProcess, _free_port, start_ranks
 from running import run_changed, write_prepared
 
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.distributed import agreement
-from pretrain.distributed.agreement import MAY_DIFFER, code_hashes, difference, digest_of, run_facts, versions
+from pretrain.distributed.agreement import MAY_DIFFER, code_hashes, difference, digest_of, machine_name, run_facts, versions
 
 HERE = os.uname().nodename
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,12 @@ def test_a_cache_folder_and_a_kind_of_machine_may_differ_and_the_latter_is_said(
     assert zero.wait(60) == 0 and one.wait(20) == 0
     (line,) = [line for line in zero.printed().splitlines() if line.startswith("the machines differ: ")]
     assert line.endswith("on rank 0; NVIDIA X1 on rank 1: the slowest sets the pace, and last bits may differ between them")
+
+
+def test_every_rank_says_which_gpu_it_has(monkeypatch):
+    """It asked before it had chosen its own, and every rank of a host named the first one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"the one of {device}")
+    assert machine_name("cuda:3") == "the one of cuda:3"
 
 
 def test_a_rank_with_other_code_is_named(tmp_path, config_file):

@@ -16,6 +16,7 @@ from parity import cases
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.model_schema import EncoderConfig, Model
@@ -272,3 +273,11 @@ def test_a_compiler_stores_what_its_budget_allows():
         assert all((found[name] - g).norm() <= 1e-6 * g.norm() for name, g in expected.items())
     prepare_blocks(network_of(LLAMA, torch.float32, None), Config(parallel=Parallel(compile="blocks"), precision=Precision(compute="fp32")))
     assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_selective_stores_what_has_kernels_for_gpus_alone():
+    """torch's attention for sequences of any length, and products in MXFP8: they are operators of their own, and were computed twice."""
+    import torch.nn.attention.varlen  # noqa: F401 (it registers the operator)
+
+    operators = [torch.ops.torch_attn._varlen_attn.default] + [torch.ops.aten._scaled_mm_v2.default] * hasattr(torch.ops.aten, "_scaled_mm_v2")
+    assert {blocks._policy(None, operator) for operator in operators} == {CheckpointPolicy.MUST_SAVE}

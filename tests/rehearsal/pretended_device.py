@@ -245,7 +245,8 @@ def _nccl(torch) -> None:
         return "cuda:gloo" if backend == "nccl" else backend.replace("nccl", "gloo")
 
     def with_gloo(make, place: int):
-        def made(*given, device_id=None, **named):
+        def made(*given, **named):
+            assert "device_id" not in named, "NCCL would connect every group at once (distributed/ranks.py)"
             given = list(given)
             if len(given) > place and given[place]:
                 given[place] = of_gloo(given[place])

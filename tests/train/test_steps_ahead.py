@@ -94,6 +94,35 @@ def test_a_step_that_is_refused_is_noticed_one_step_later_and_nothing_of_it_stay
     assert json.loads((ends / "status.json").read_text())["step"] == 3  # it was 4, which was queued when step 3 was found bad
 
 
+def parts_of_reads(config_file: str) -> list[tuple[str, bool]]:
+    """The part of the run in which each step's figures were read, and whether it counts as waiting for a device."""
+    from pretrain.distributed.ranks import Ranks
+    from pretrain.train.queued_step import Figures
+
+    part, read, under_way, found = Ranks.part, Figures.read, [], []
+
+    @contextlib.contextmanager
+    def noted(ranks, name, device=False, **options):
+        under_way.append((name, device))
+        with part(ranks, name, device=device, **options):
+            yield
+        under_way.pop()
+
+    def noting(figures):
+        found.append(under_way[-1] if under_way else ("nothing", False))
+        return read(figures)
+
+    with patch.object(Ranks, "part", noted), patch.object(Figures, "read", noting):
+        assert run_main(config_file, "run.steps=2")[0] == 0
+    return found
+
+
+def test_a_rank_that_waits_for_its_device_says_so(pool, config_file):
+    """A GPU's host waits for a step's exchanges where it reads its figures. No part had a name there, so a step that hung was not explained."""
+    [found] = pool.launch(1, parts_of_reads, str(config_file))
+    assert found == [("figures of step 1", True), ("figures of step 2", True)]
+
+
 class HostReads(TorchDispatchMode):
     """Counts what would make the host wait for a GPU (numbers that are brought to Python, and sizes that depend on values), and collectives.
 

@@ -57,7 +57,7 @@ sizes &
 formats &
 others &
 row tests 190 env TORCHINDUCTOR_CACHE_DIR="$PWD/build/compiled_tests" "$PY" -m pytest -v -o addopts=--strict-markers -p no:cacheprovider -n 6 --timeout=150 --tb=short --maxfail=40 -m cuda tests/test_cuda.py tests/models/test_losses_cuda.py \
-  tests/models/test_document_mask_cuda.py tests/models/test_experts_cuda.py tests/train/test_attention_kernel.py &
+  tests/models/test_document_mask_cuda.py tests/models/test_experts_cuda.py tests/models/test_linear_attention_cuda.py tests/train/test_attention_kernel.py &
 wait
 SECONDS_LEFT=$((SECONDS_LEFT + alone))
 printf '\n== alone from here, %s s into this part\n' "$SECONDS"

@@ -30,6 +30,8 @@ GRADIENT_LIMIT, METRIC_LIMIT, UPDATED_LIMIT = 5e-6, 2e-6, 1e-3
 NEGLIGIBLE = 1e-5  # a gradient below this share of the whole one's norm is held against that share
 # That share where ranks share matrices or positions, which round elsewhere (docs/equivalence.md): once in forward and once in backward.
 TWO_ROUNDINGS = 2 * 2**-24 / GRADIENT_LIMIT
+# The gradients of one process with linear attention in fp32 are up to 5e-6 from those in fp64; ranks that share heads round elsewhere.
+LINEAR_LIMIT = 3 * GRADIENT_LIMIT
 SHARED_AXES = ("context", "tensor", "pipeline")
 OPTIMIZERS = ("adamw", "adamw", "muon", "lion", "adafactor", "schedule_free_adamw")
 
@@ -196,16 +198,17 @@ def compare(config: dict[str, Any], layout: dict[str, Any], folder: Path) -> str
             if code != 0:
                 return f"{name}: exit code {code}: {printed[-300:]}"
         runs[name] = folder / "runs" / name
-    share = TWO_ROUNDINGS if rounds_elsewhere(config["model"], layout["sizes"]) else NEGLIGIBLE
-    return different(runs["other"], runs["single"], share)
+    elsewhere = rounds_elsewhere(config["model"], layout["sizes"])
+    limit = LINEAR_LIMIT if elsewhere and "linear_attention" in config["model"] else GRADIENT_LIMIT
+    return different(runs["other"], runs["single"], TWO_ROUNDINGS if elsewhere else NEGLIGIBLE, limit)
 
 
-def different(run: Path, reference: Path, negligible: float = NEGLIGIBLE) -> str | None:
+def different(run: Path, reference: Path, negligible: float = NEGLIGIBLE, limit: float = GRADIENT_LIMIT) -> str | None:
     """The first thing that two runs computed differently. A gradient counts as no smaller than the share `negligible` of the whole one."""
     ours, theirs = read_metrics(run), read_metrics(reference)
     if [record["batch"] for record in ours] != [record["batch"] for record in theirs]:
         return "other samples"
-    problem = different_gradient(gradients(run, 1), gradients(reference, 1), negligible)
+    problem = different_gradient(gradients(run, 1), gradients(reference, 1), negligible, limit)
     if problem:
         return f"step 1: {problem}"
     loss = abs(ours[0]["loss"] - theirs[0]["loss"]) / abs(theirs[0]["loss"])
@@ -228,12 +231,12 @@ def updated_losses(ours: list[dict], theirs: list[dict]) -> list[tuple[str, floa
     return found
 
 
-def different_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], negligible: float) -> str | None:
+def different_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], negligible: float, limit: float) -> str | None:
     if ours.keys() != theirs.keys():
         return "other parameters"
     least = negligible * math.sqrt(sum(float(g.double().square().sum()) for g in theirs.values()))
     for name, gradient in theirs.items():
         off = float((ours[name].double() - gradient.double()).norm()) / max(float(gradient.double().norm()), least)
-        if not off <= GRADIENT_LIMIT:
+        if not off <= limit:
             return f"gradient of {name} off by {off:.1e}"
     return None

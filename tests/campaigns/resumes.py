@@ -25,6 +25,7 @@ NAME = "resumes"
 ABOUT = "a run that goes on in another layout is the run that was never interrupted"
 
 STEPS, STOP = 4, 2
+MOST_RANKS = 8
 LOSS_LIMIT = 5e-3
 STATE_LIMIT = 0.05
 
@@ -32,7 +33,7 @@ STATE_LIMIT = 0.05
 def case(random: Random, folder: Path) -> Case:
     config, first = configuration(random, folder)
     second = other_layout(random, config, first)
-    random_state(random, config)
+    random_state(random, config, first)
     text = json.dumps({"first": [first["world"], first["overrides"]], "second": [second["world"], second["overrides"]], **without_places(config)})
     return Case(text, lambda: compare(config, first, second, folder))
 
@@ -40,10 +41,17 @@ def case(random: Random, folder: Path) -> Case:
 def other_layout(random: Random, config: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """A layout with some of the first one's axes, which the model fits; the steps of both have as many samples."""
     sizes = {axis: size for axis, size in first["sizes"].items() if axis != "expert" and random.random() < 0.5}
-    second = layout_of(random, config["model"]["family"], math.prod(sizes.values()) * random.choice((1, 2, 2, 3)), sizes)
-    if config["model"]["attention_dropout"] and "parallel.context_method" in second["overrides"]:
-        second["overrides"]["parallel.context_method"] = "allgather"
-    micro = second["overrides"]["batch.micro_sequences"] = random.choice((1, 1, 2))
+    shared = math.prod(sizes.values())
+    second = layout_of(random, config["model"]["family"], shared * random.choice([n for n in (1, 2, 2, 3) if n * shared <= MOST_RANKS]), sizes)
+    overrides = second["overrides"]
+    if second["world"] == 1:
+        overrides = second["overrides"] = {"parallel.strategy": "single"}
+    if "pipeline" in sizes:  # the schedule decides how many layers there have to be
+        overrides["parallel.pipeline_schedule"] = first["overrides"]["parallel.pipeline_schedule"]
+        overrides["parallel.grad_sync"] = "auto"
+    if config["model"]["attention_dropout"] and "context" in sizes:
+        overrides["parallel.context_method"] = "allgather"
+    micro = overrides["batch.micro_sequences"] = random.choice((1, 1, 2))
     batch, old = config["batch"], config["batch"]["sequences"]
     batch["sequences"] = math.lcm(old, micro * second["data_size"] * 2 * sizes.get("pipeline", 1))
     for stage in batch.get("lengths", ()):
@@ -51,7 +59,7 @@ def other_layout(random: Random, config: dict[str, Any], first: dict[str, Any]) 
     return second
 
 
-def random_state(random: Random, config: dict[str, Any]) -> None:
+def random_state(random: Random, config: dict[str, Any], first: dict[str, Any]) -> None:
     """What an optimizer keeps beside the weights, and when it is saved."""
     optim = config["optim"]
     optim["lr"] = random.choice((1e-4, 1e-3))
@@ -59,8 +67,9 @@ def random_state(random: Random, config: dict[str, Any]) -> None:
         optim["ema_decay"] = 0.8
     if optim["name"] in ("adamw", "lion", "muon") and random.random() < 0.3:
         config["precision"]["moments"] = "bf16" if optim["name"] != "adamw" else random.choice(("bf16", "8bit"))
-    if config["precision"]["compute"] == "bf16" and random.random() < 0.3:
+    if config["precision"]["compute"] == "bf16" and optim["name"] != "schedule_free_adamw" and random.random() < 0.3:
         config["precision"]["master"] = "bf16"
+        first["overrides"].pop("precision.keep_casts", None)
     config["checkpoint"] |= {"every_steps": STOP, "asynchronous": random.random() < 0.3, "keep_last": 0}
     config["log"]["gradients_at"] = []
     config["model"]["dropout"] = random.choice((0, 0.1))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.errors import LaunchError
 
-PROTOCOL = "pretrain 2"
+PROTOCOL = "pretrain 3"
 _LONGEST = 8 << 20  # bytes of a message
 LONGEST_HELLO = 8 << 10
 """Bytes of a message from a peer that has not said hello yet, for example a port scanner."""
@@ -48,7 +48,10 @@ class Channel:
 
     def send(self, kind: str, **values: Any) -> None:
         """Raises OSError when the other side is gone."""
-        data = json.dumps({"kind": kind, **values}).encode() + b"\n"
+        self.write(encoded(kind, **values))
+
+    def write(self, data: bytes) -> None:
+        """Send a message that was `encoded`. Raises OSError when the other side is gone."""
         with self._sending:
             self.connection.sendall(data)
 
@@ -73,6 +76,11 @@ class Channel:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def encoded(kind: str, **values: Any) -> bytes:
+    """A message as it is sent."""
+    return json.dumps({"kind": kind, **values}).encode() + b"\n"
 
 
 def listen(port: int) -> socket.socket:

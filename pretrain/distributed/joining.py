@@ -8,7 +8,6 @@ listens. The others look for it while they open their data. A process that fails
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import queue
 import socket
@@ -20,9 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
 from pretrain.distributed.channel import Channel, hello
-from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, launched_ranks, wrong_address
+from pretrain.distributed.launcher import (
+    CONNECT_SECONDS,
+    MeetingPoint,
+    addresses_of_this_host,
+    launched_ranks,
+    store_at,
+    wrong_address,
+)
 from pretrain.distributed.monitor import Monitor
-from pretrain.distributed.switchboard import Switchboard
+from pretrain.distributed.switchboard import Switchboard, start_switchboard
 from pretrain.errors import LaunchError, LostRankError, UserError, line_of, say
 from pretrain.storage import allow_open_files
 
@@ -73,9 +79,9 @@ class Meeting:
         self.point = MeetingPoint.of_environment()
         allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
         if rank == 0:
-            self.switchboard = _start_switchboard(self.point, world_size)
+            self.switchboard = start_switchboard(world_size, self.point.port if self.point.attempt is None else 0)
         _open = self
-        self.monitor = Monitor(rank, local_rank, timeout_seconds)
+        self.monitor = Monitor(rank, local_rank, timeout_seconds, world_size)
         if self.switchboard is not None:
             self.monitor.switchboard_seconds = lambda: self.switchboard.seconds
         self.monitor.listen_to_signals()
@@ -209,7 +215,8 @@ class Meeting:
             self.hosts = go["hosts"]
             self.monitor.main_rank = f"rank 0 ({self.hosts[0]})"
             if self.store is None:
-                self.store = self._take_store(go["torch"])
+                addresses = dict.fromkeys([self._main_address, *go["torch"]["addresses"]])
+                self.store = store_at(addresses, go["torch"]["port"], self.point, self.rank)
         return go["notes"]
 
     def _offer_store(self) -> dict[str, Any] | None:
@@ -220,21 +227,6 @@ class Meeting:
 
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return {"port": self.store.port, "addresses": addresses_of_this_host(self.point)}
-
-    def _take_store(self, offered: dict[str, Any]) -> dist.Store:
-        import torch.distributed as dist
-
-        problem: OSError = ConnectionRefusedError()
-        for address in dict.fromkeys([self._main_address, *offered["addresses"]]):
-            try:
-                socket.create_connection((address, offered["port"]), CONNECT_SECONDS).close()
-                return dist.TCPStore(address, offered["port"], is_master=False)
-            except OSError as error:
-                problem = error
-        raise LaunchError(
-            f"rank {self.rank} ({socket.gethostname()}) reaches rank 0 at port {self.point.port} and not at port {offered['port']} "
-            f"({problem.strerror or problem}); ranks need every port of each other's hosts"
-        )
 
     # ---- leaving ------------------------------------------------------------------------------------------------------
 
@@ -357,19 +349,19 @@ class _Wait:
     def _count(self, message: dict[str, Any]) -> None:
         """Handle the switchboard's list of missing and busy ranks. Ranks that have connected and are busy may take their time."""
         now, meeting = time.monotonic(), self.meeting
-        if message["came"] != self.came or not message["absent"]:
+        if message["came"] != self.came or not message["some_absent"]:
             self.came, self.progress = message["came"], now
         if not message["late"]:
             return
         self.late = f"{self.came} of {meeting.world_size} processes are here, {message['late']}"
-        if message["absent"]:
+        if message["some_absent"]:
             left = max(0.0, meeting.join_seconds - (now - self.progress))
             self.late += f"; waiting up to {left:.0f} s more (parallel.join_seconds)"
             if meeting.rank == 0 and (hint := wrong_address(meeting.point)):
                 self.late += f"; {hint}"
         if meeting.rank == 0:
             self.monitor.send("say", line=self.late)
-        elif 0 in message["busy"] and meeting.local_rank == 0:
+        elif message["main_is_busy"] and meeting.local_rank == 0:
             say(self.late)  # the main rank does not wait yet
 
 
@@ -380,20 +372,3 @@ def tell(error: UserError) -> None:
     with contextlib.suppress(UserError):
         rank, local_rank, world_size = launched_ranks()
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
-
-
-def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
-    port = point.port if point.attempt is None else 0
-    try:
-        switchboard = Switchboard(world_size, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise LaunchError(
-                f"rank 0: port {port} of {socket.gethostname()} (MASTER_PORT) is taken by another program or another run; set "
-                "MASTER_PORT to a free port on all nodes"
-            ) from error
-        raise LaunchError(
-            f"rank 0: MASTER_PORT={port} cannot be listened at ({error.strerror}); set it to a free port"
-        ) from error
-    switchboard.start()
-    return switchboard

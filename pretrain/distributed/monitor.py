@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.distributed.channel import Channel, is_communication
+from pretrain.distributed.inquiries import ANSWER_SECONDS
 from pretrain.distributed.pace import Pace, bytes_moved, waits_for_storage
+from pretrain.distributed.roll_call import interval
 from pretrain.distributed.standing import Mark
-from pretrain.distributed.switchboard import ANSWER_SECONDS
 from pretrain.errors import LostRankError, UserError, flush_output, print_error
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class Doom:
 class Monitor(threading.Thread):
     """This rank's end of the switchboard's connection. `attach` gives it one; `start` and `close` are called by the main thread."""
 
-    def __init__(self, rank: int, local_rank: int, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, local_rank: int, timeout_seconds: float, world_size: int = 1) -> None:
         super().__init__(name="monitor", daemon=True)
-        self.rank, self.local_rank, self.timeout_seconds = rank, local_rank, timeout_seconds
+        self.rank, self.local_rank, self.timeout_seconds, self.world_size = rank, local_rank, timeout_seconds, world_size
         self.news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """The switchboard's messages while the ranks are joining (joining.py)."""
         self.on_end: Callable[[str], None] | None = None
@@ -352,7 +353,8 @@ class Monitor(threading.Thread):
         if not self._stacks_dumped:
             self._stacks_dumped = True
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
-        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
+        # All ranks are told to stop at once, and each asks as long as the last checkpoint is saved.
+        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS, interval(self.world_size)):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):
                 self._expect_end(f"{line}: {self._silence()}")  # a live main rank's switchboard would have answered

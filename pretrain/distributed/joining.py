@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
-from pretrain.distributed.channel import Channel, hello
+from pretrain.distributed.channel import SEND_SECONDS, Channel, hello
 from pretrain.distributed.launcher import (
     CONNECT_SECONDS,
     MeetingPoint,
@@ -40,6 +40,8 @@ T = TypeVar("T")
 FIRST_WORD_SECONDS = 5.0
 """Seconds after which a waiting process says for whom it waits; then at twice the time, and so on, at most _MOST_APART seconds apart."""
 _MOST_APART = 60.0
+HELLO_SECONDS = 60.0
+"""How long the main rank may take to answer a process that comes. Thousands come at once, while it imports and plans."""
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
 _LINGER_SECONDS = 2.0  # how long the main rank stays at the end, after the switchboard has sent its last messages
@@ -113,7 +115,7 @@ class Meeting:
                         "token": self.switchboard.token,
                     }
                     self.store.set("switchboard", json.dumps(place))
-                channel, said = self._connect()
+                channel, said = self._connect(HELLO_SECONDS)
             except LaunchError as error:
                 self._refusal = error
                 self._attached.set()
@@ -127,7 +129,7 @@ class Meeting:
             self._over.wait(pause)
             pause = min(2 * pause, 1.0)
 
-    def _connect(self) -> tuple[Channel, list[dict[str, Any]]]:
+    def _connect(self, patience: float = SEND_SECONDS) -> tuple[Channel, list[dict[str, Any]]]:
         """A connection to the switchboard and its first messages. Raises OSError or ValueError, and LaunchError if it refuses this rank."""
         problem: Exception = ConnectionRefusedError()
         for place in self._places():
@@ -139,7 +141,7 @@ class Meeting:
             self._problem = self._words_of(ValueError())  # as long as it says nothing
             self._main_address = channel.connection.getpeername()[0]
             try:
-                return channel, hello(channel, self.rank, self.world_size, self._token)
+                return channel, hello(channel, self.rank, self.world_size, self._token, patience)
             except (OSError, ValueError, LaunchError) as error:
                 channel.close()
                 if isinstance(error, LaunchError):
@@ -183,7 +185,7 @@ class Meeting:
             if self.rank == 0:
                 self._found[name] = find()
                 waiting.until(self._attached.is_set)
-                self.monitor.send("found", found={name: self._found[name]})
+                self.monitor.request("found", found={name: self._found[name]})
             waiting.until(lambda: name in self._found)
         return self._found[name]
 
@@ -200,18 +202,19 @@ class Meeting:
             waiting.until(self._attached.is_set)
             own = digest_of(facts)
             if self.rank == 0:
-                self.monitor.send("facts", digest=own, facts=facts, torch=self._offer_store())
+                self.monitor.request("facts", digest=own, facts=facts, torch=self._offer_store())
             waiting.until(lambda: self._digest is not None)
             if self._digest != own:
-                self.monitor.send("want")
+                self.monitor.request("want")
                 main = waiting.message("facts")
                 who = f"rank {self.rank} ({socket.gethostname()})"
                 line, everything = difference(facts, main["facts"], who, main["of"])
                 if on_difference is not None:
                     on_difference(everything)
                 raise LaunchError(line)
-            self.monitor.send("ready", machine=machine)
+            self.monitor.request("ready", machine=machine)
             go = waiting.message("go")
+            self.monitor.requested = None
             self.hosts = go["hosts"]
             self.monitor.main_rank = f"rank 0 ({self.hosts[0]})"
             if self.store is None:

@@ -92,6 +92,8 @@ class Monitor(threading.Thread):
         self.mark, self.since = Mark(), time.monotonic()
         self._parts: list[Mark] = []
         self._channel: Channel | None = None
+        self.requested: dict[str, Any] | None = None
+        """The `request` that has not been answered yet."""
         self._reconnect: Callable[[], tuple[Channel, list[dict[str, Any]]]] | None = None
         self._verdict: str | None = None
         self._judged = threading.Event()
@@ -175,6 +177,11 @@ class Monitor(threading.Thread):
         if channel is not None:
             with contextlib.suppress(OSError):  # the thread notices, and looks for the switchboard
                 channel.send(kind, **values)
+
+    def request(self, kind: str, **values: Any) -> None:
+        """Send a message that must arrive: as long as it is `requested`, it is sent again whenever the connection had broken off."""
+        self.requested = {"kind": kind, **values}
+        self.send(**self.requested)
 
     def keep_record(self, folder: Path, on_end: Callable[[str], None]) -> None:
         """Set the directory of this rank's log. `on_end` records the line if this thread has to end the process."""
@@ -282,6 +289,8 @@ class Monitor(threading.Thread):
                     self._judged.clear()
                 self._channel = channel
                 self._take(said)
+                if self.requested is not None:
+                    self.send(**self.requested)
                 return
         self._expect_end(f"{self.main_rank} is gone without a word (killed?)", SWITCHBOARD)
         self._judged.set()

@@ -9,7 +9,8 @@
     say      who is missing      ──▶     say       to everyone, by the main rank, as long as it waits
     left     my last words       ──▶     left      to everyone
     bye      I have finished
-    (the connection breaks off)          gone      to everyone; back, if the rank comes again
+    (the connection breaks off)          gone      to everyone; back, if the rank comes again. Before the start (go) the rank has
+                                                   RETURN_SECONDS for that, then everyone ends
     logs     where our logs are
     ask      who is awaited?     ──▶     call      to everyone ──▶ at (what I am doing) ──▶ answer
     broken   my collective failed ─▶     verdict   to everyone: one line, and who is to blame
@@ -39,6 +40,10 @@ from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing
 from pretrain.errors import LaunchError
 
 log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 5.0
+"""How long a rank whose connection broke off before the start may take to come back. A rank that lives tries at once, and then every second."""
+
 
 _ROLL = -1
 """`call` of a roll call: its answers conclude no inquiry."""
@@ -80,6 +85,8 @@ class Switchboard(threading.Thread):
         self._facts: dict[str, Any] | None = None
         self._failure: dict[str, str] | None = None  # the first of a rank
         self._ended: set[int] = set()  # ranks that are gone, or ended for their own reason
+        self._missed: dict[int, float] = {}  # ranks that are gone before the start, and until when they may come back
+        self._go: dict[str, Any] = {}
         self.went = False
         self.seconds = 0.0  # of a processor, that the thread has used
         self._verdict: str | None = None
@@ -103,6 +110,7 @@ class Switchboard(threading.Thread):
                     self._hear(key.fileobj, key.data)
                 else:  # the other end of _wake is closed
                     closing = True
+            self._look_who_returned()
             self._inquiries.take_turn()
             self._go_if_all_are_ready()
             self._call_the_roll()
@@ -156,10 +164,10 @@ class Switchboard(threading.Thread):
             if standing.left is None:
                 standing.gone = True
                 self._ended.add(standing.rank)
-                line = self._line_of([standing])
-                self._broadcast("gone", line=line, rank=standing.rank)
-                if not self.went:
-                    self._fail(line, "LostRankError")
+                if self.went:
+                    self._broadcast("gone", line=self._line_of([standing]), rank=standing.rank)
+                else:
+                    self._missed[standing.rank] = time.monotonic() + RETURN_SECONDS
         self._look_who_left()
 
     def _send(self, rank: int, kind: str, /, **values: Any) -> None:
@@ -180,6 +188,13 @@ class Switchboard(threading.Thread):
 
     def _line_of(self, standings: list[Standing]) -> str:
         return listing(standings) + pointer(standings, self._logs)
+
+    def _look_who_returned(self) -> None:
+        now = time.monotonic()
+        lost = [self._standings[rank] for rank, until in self._missed.items() if now >= until]
+        if lost:
+            self._missed.clear()
+            self._fail(self._line_of(lost), "LostRankError")
 
     def _look_who_left(self) -> None:
         if all(s.is_lost for s in self._standings[1:]):
@@ -204,6 +219,7 @@ class Switchboard(threading.Thread):
         standing.came, standing.host, standing.process, standing.gone = True, host, process, False
         self._called.discard(rank)
         self._inquiries.forget(rank)  # a call through an earlier connection may be lost
+        self._missed.pop(rank, None)
         if not standing.left_alone:
             self._ended.discard(rank)
         who.append(rank)
@@ -250,12 +266,15 @@ class Switchboard(threading.Thread):
     def _on_ready(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.ready = True
         self._machines[standing.rank] = message["machine"]
+        if self.went:  # its connection broke off before it heard so
+            self._send(standing.rank, "go", **self._go)
 
     def _go_if_all_are_ready(self) -> None:
         if not self.went and len(self._machines) == self.world_size and not any(s.is_lost for s in self._standings):
             self.went = True
             hosts, notes = [s.host for s in self._standings], machines_that_differ(self._machines)
-            self._broadcast("go", hosts=hosts, notes=notes, torch=self._facts["torch"])
+            self._go = {"hosts": hosts, "notes": notes, "torch": self._facts["torch"]}
+            self._broadcast("go", **self._go)
 
     def _on_say(self, standing: Standing, message: dict[str, Any]) -> None:
         self._broadcast("say", line=message["line"])
@@ -334,7 +353,7 @@ class Switchboard(threading.Thread):
         self._look_who_left()
 
     def _patience(self) -> float | None:
-        times = self._inquiries.times()
+        times = [*self._inquiries.times(), *self._missed.values()]
         if self._logs is not None:
             times.append(self._roll_ends if self._roll_ends is not None else self._next_roll)
         return max(0.0, min(times) - time.monotonic()) if times else None

@@ -20,7 +20,8 @@ from running import run_changed
 from pretrain.distributed import channel as channel_file
 from pretrain.distributed import ranks
 from pretrain.distributed import switchboard as switchboard_file
-from pretrain.distributed.channel import VANISHED_SECONDS, Channel, hello, listen
+from pretrain.distributed.channel import PROTOCOL, VANISHED_SECONDS, Channel, hello, listen
+from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.ranks import LAZY_RANKS, connect_lazily
@@ -492,6 +493,77 @@ def test_what_all_ranks_are_told_is_written_once(connected, monkeypatch):
         rank.send("ready", machine="a")
     assert [len(_until(rank, "go")[0]["hosts"]) for rank in ranks] == [3, 3, 3]
     assert written.count("go") == 1
+
+
+def test_a_rank_that_did_not_wait_for_its_welcome_is_not_taken_for_dead(connected):
+    """The switchboard was busy for longer than the rank waited: the connection that the rank had given up ended the start of all."""
+    switchboard, (zero,) = connected(3, 1)
+    given_up = Channel(socket.create_connection(("localhost", switchboard.port)))
+    me = {"rank": 1, "world_size": 3, "host": socket.gethostname(), "process": os.getpid()}
+    given_up.send("hello", protocol=PROTOCOL, token="", **me)
+    given_up.close()
+    time.sleep(0.2)
+    rank = Channel(socket.create_connection(("localhost", switchboard.port)))
+    hello(rank, 1, 3, switchboard.token)
+    heard = _serve([zero, rank], 0.3)
+    rank.close()
+    assert [message["kind"] for messages in heard for message in messages if message["kind"] in ("left", "gone")] == []
+
+
+def test_a_rank_that_does_not_come_back_before_the_start_ends_it(connected, monkeypatch):
+    monkeypatch.setattr(switchboard_file, "RETURN_SECONDS", 0.3)
+    _, ranks = connected(3, 2)
+    began = time.monotonic()
+    ranks[1].close()
+    [left] = _until(ranks[0], "left")
+    assert left["line"] == f"rank 1 ({HERE}) is gone without a word (killed?)" and left["error"] == "LostRankError"
+    assert 0.3 <= time.monotonic() - began < 2
+
+
+def test_a_rank_that_comes_back_before_the_start_starts_with_the_others(connected):
+    """What it had said, or was told meanwhile, may be lost with its connection."""
+    switchboard, (zero,) = connected(2, 1)
+    monitor = Monitor(1, 1, 60.0)
+
+    def connect() -> tuple[Channel, list[dict]]:
+        channel = Channel(socket.create_connection(("localhost", switchboard.port)))
+        return channel, hello(channel, 1, 2, switchboard.token)
+
+    try:
+        monitor.start()
+        first, said = connect()
+        first.connection.shutdown(socket.SHUT_RDWR)
+        monitor.attach(first, said, connect)
+        monitor.request("ready", machine="a")
+        zero.send("facts", digest="1", facts={}, torch=None)
+        zero.send("ready", machine="a")
+        assert len(_until(zero, "go")[0]["hosts"]) == 2
+        monitor._channel.connection.shutdown(socket.SHUT_RDWR)  # perhaps before it heard the go
+        gone = [monitor.news.get(timeout=5)["kind"] for _ in range(3)]
+        while gone.count("welcome") < 3:
+            gone.append(monitor.news.get(timeout=5)["kind"])
+        while gone[-1] != "go":
+            gone.append(monitor.news.get(timeout=5)["kind"])
+    finally:
+        monitor.close()
+
+
+def test_a_main_rank_that_answers_late_is_waited_for(monkeypatch):
+    """A rank waited 10 s, closed its connection and came again, while thousands came to a main rank that still imported."""
+    for name in ("SEND_SECONDS", "_SEND_SECONDS"):
+        monkeypatch.setattr(channel_file, name, 0.2, raising=False)
+    with listen(0) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        meeting = Meeting(1, 1, 2, 5.0, 5.0)
+        try:
+            connection, _ = server.accept()
+            time.sleep(0.6)
+            Channel(connection).send("welcome", digest=None, found={})
+            assert meeting._attached.wait(2.0)
+        finally:
+            meeting.close()
+            connection.close()
 
 
 def _until(rank: Channel, kind: str) -> list[dict]:

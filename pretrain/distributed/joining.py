@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import resource
 import socket
 import threading
 import time
@@ -42,6 +43,8 @@ FIRST_WORD_SECONDS = 5.0
 _MOST_APART = 60.0
 HELLO_SECONDS = 60.0
 """How long the main rank may take to answer a process that comes. Thousands come at once, while it imports and plans."""
+OTHER_FILES = 512
+"""Files that the main rank opens besides connections: libraries, data, logs."""
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
 _LINGER_SECONDS = 2.0  # how long the main rank stays at the end, after the switchboard has sent its last messages
@@ -79,8 +82,9 @@ class Meeting:
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
-        allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
+        limit = allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
         if rank == 0:
+            self._refusal = _problem_of_files(limit, world_size)
             self.switchboard = start_switchboard(world_size, self.point.port if self.point.attempt is None else 0)
         _open = self
         self.monitor = Monitor(rank, local_rank, timeout_seconds, world_size)
@@ -92,7 +96,9 @@ class Meeting:
 
     @contextlib.contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Name the work before `join`, for the ranks that wait. If the switchboard has refused this rank, that explains an error in the work."""
+        """Name the work before `join`, for the ranks that wait. If this rank is refused, that explains an error in the work."""
+        if self._refusal is not None:
+            raise self._refusal
         with self.monitor.doing(name) if self.monitor else contextlib.nullcontext():
             try:
                 yield
@@ -375,3 +381,14 @@ def tell(error: UserError) -> None:
     with contextlib.suppress(UserError):
         rank, local_rank, world_size = launched_ranks()
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
+
+
+def _problem_of_files(limit: int, world_size: int) -> LaunchError | None:
+    """The error if the main rank may open too few files for the connections of the switchboard, torch's store and gloo to each rank."""
+    needed = 3 * world_size + OTHER_FILES
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    return LaunchError(
+        f"rank 0 ({socket.gethostname()}) may open {limit} files, and needs {needed} to be connected with {world_size} ranks; raise the hard "
+        f"limit of every host, with ulimit -n {needed}, before the start"
+    )

@@ -91,6 +91,7 @@ class Switchboard(threading.Thread):
         self.seconds = 0.0  # of a processor, that the thread has used
         self._verdict: str | None = None
         self._logs: str | None = None
+        self._is_full = False  # it could open no more files
         self._reported: set[tuple[int, bool]] = set()
         self._inquiries = Inquiries(self._standings, self._channels.keys(), lambda number: self._broadcast("call", call=number))
         self._next_roll, self._roll_ends = 0.0, None  # when the ranks are called again; until when they may answer
@@ -129,9 +130,20 @@ class Switchboard(threading.Thread):
     def _accept(self) -> None:
         try:
             connection, _ = self.server.accept()
-        except OSError:  # gone again
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._run_out_of_files(error)
+            return  # else it is gone again
         self._selector.register(Channel(connection, LONGEST_HELLO), selectors.EVENT_READ, [])
+
+    def _run_out_of_files(self, error: OSError) -> None:
+        line = f"{self._standings[0].title} cannot take the connection of another rank: {error.strerror}; raise the limit with ulimit -n"
+        if not self.went:
+            self._fail(line, "LaunchError")
+        elif not self._is_full:
+            log.error(line)
+        self._is_full = True
+        time.sleep(0.1)  # the rank still waits there, and the next look comes at once
 
     def _hear(self, channel: Channel, who: list[int]) -> None:
         """`who`: the rank at the other end, once it has said hello."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from launch_pool import RankProcess, start_ranks
 from running import run_changed
 
 from pretrain.distributed import channel as channel_file
-from pretrain.distributed import ranks
+from pretrain.distributed import joining, ranks
 from pretrain.distributed import switchboard as switchboard_file
 from pretrain.distributed.channel import PROTOCOL, VANISHED_SECONDS, Channel, hello, listen
 from pretrain.distributed.joining import Meeting
@@ -564,6 +565,52 @@ def test_a_main_rank_that_answers_late_is_waited_for(monkeypatch):
         finally:
             meeting.close()
             connection.close()
+
+
+def test_a_main_rank_that_may_open_too_few_files_says_so_at_once_to_all(monkeypatch):
+    """The ranks that it could not take waited for ten minutes, and took it for another program."""
+    monkeypatch.setattr(joining, "allow_open_files", lambda wanted: 1024)
+    monkeypatch.setattr(joining, "TELL_SECONDS", 1.0)
+    with listen(0) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    meeting = Meeting(0, 0, 400, 5.0, 5.0)
+    line = f"rank 0 ({HERE}) may open 1024 files, and needs 1712 to be connected with 400 ranks; raise the hard limit of every host"
+    try:
+        with pytest.raises(LaunchError, match=re.escape(line)) as caught, meeting.doing("plan of the run"):
+            pytest.fail("it goes on")
+        rank = Channel(socket.create_connection(("localhost", port)))
+        hello(rank, 1, 400, "")
+    finally:
+        meeting.leave(caught.value)
+    assert line in _until(rank, "left")[0]["line"]
+    rank.close()
+    for world_size in (2, 170):
+        assert joining._problem_of_files(1024, world_size) is None
+    assert joining._problem_of_files(resource.RLIM_INFINITY, 10_000) is None
+
+
+def test_a_main_rank_that_has_no_file_left_for_a_connection_says_so(connected, caplog):
+    """It tried again without a pause, and without a word."""
+
+    def accept() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    switchboard, _ = connected(3, 0)
+    switchboard.close()
+    ear, switchboard.server = SimpleNamespace(sent=b""), SimpleNamespace(accept=accept)
+    ear.write = lambda data: setattr(ear, "sent", ear.sent + data)
+    switchboard._channels = {1: ear}
+    for _ in range(2):
+        switchboard._accept()
+    [line] = ear.sent.splitlines()
+    said = f"rank 0 ({HERE}) cannot take the connection of another rank: Too many open files; raise the limit with ulimit -n"
+    assert json.loads(line) == {"kind": "left", "line": said, "error": "LaunchError"}
+    switchboard.went, switchboard._is_full = True, False  # a rank comes back to a run that goes on
+    for _ in range(2):
+        switchboard._accept()
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def _until(rank: Channel, kind: str) -> list[dict]:

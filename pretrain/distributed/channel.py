@@ -11,11 +11,12 @@ from typing import Any
 
 from pretrain.errors import LaunchError
 
-PROTOCOL = "pretrain 2"
+PROTOCOL = "pretrain 3"
 _LONGEST = 8 << 20  # bytes of a message
 LONGEST_HELLO = 8 << 10
 """Bytes of a message from a peer that has not said hello yet, for example a port scanner."""
-_SEND_SECONDS = 10.0
+SEND_SECONDS = 10.0
+"""How long a message may take to be sent, or received once it has begun to come."""
 VANISHED_SECONDS = 120
 """After so long without a sign from the other host its connection counts as broken."""
 
@@ -28,7 +29,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, longest: int = _LONGEST) -> None:
         self.longest = longest
-        connection.settimeout(_SEND_SECONDS)
+        connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Some firewalls drop idle connections. And a host that vanished is noticed even if nothing is sent to it, before a collective has
         # waited for it for ten minutes.
@@ -48,7 +49,10 @@ class Channel:
 
     def send(self, kind: str, **values: Any) -> None:
         """Raises OSError when the other side is gone."""
-        data = json.dumps({"kind": kind, **values}).encode() + b"\n"
+        self.write(encoded(kind, **values))
+
+    def write(self, data: bytes) -> None:
+        """Send a message that was `encoded`. Raises OSError when the other side is gone."""
         with self._sending:
             self.connection.sendall(data)
 
@@ -75,6 +79,11 @@ class Channel:
         self.connection.close()
 
 
+def encoded(kind: str, **values: Any) -> bytes:
+    """A message as it is sent."""
+    return json.dumps({"kind": kind, **values}).encode() + b"\n"
+
+
 def listen(port: int) -> socket.socket:
     """A socket that takes connections at a port of every address of this host; 0: at any free port. Raises OSError."""
     if socket.has_dualstack_ipv6():
@@ -83,17 +92,19 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
+def hello(channel: Channel, rank: int, world_size: int, token: str, seconds: float = SEND_SECONDS) -> list[dict[str, Any]]:
     """Introduce a rank to the switchboard; return its answer and any messages after that.
 
-    `token`: identifies the switchboard that is wanted, "" for any. Raises LaunchError if the switchboard refuses the
-    rank, OSError or ValueError if the other side is not a switchboard.
+    `token`: identifies the switchboard that is wanted, "" for any; `seconds`: how long to wait for the answer. Raises LaunchError if the
+    switchboard refuses the rank, OSError or ValueError if the other side is not a switchboard.
     """
     me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
     channel.send("hello", protocol=PROTOCOL, token=token, **me)
     messages: list[dict[str, Any]] = []
+    channel.connection.settimeout(seconds)
     while not messages:
         messages = channel.receive()
+    channel.connection.settimeout(SEND_SECONDS)
     if messages[0]["kind"] == "refused":
         raise LaunchError(messages[0]["line"])
     if messages[0]["kind"] != "welcome":

@@ -8,9 +8,9 @@ listens. The others look for it while they open their data. A process that fails
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import queue
+import resource
 import socket
 import threading
 import time
@@ -19,10 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
-from pretrain.distributed.channel import Channel, hello
-from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, launched_ranks, wrong_address
+from pretrain.distributed.channel import SEND_SECONDS, Channel, hello
+from pretrain.distributed.launcher import (
+    CONNECT_SECONDS,
+    MeetingPoint,
+    addresses_of_this_host,
+    launched_ranks,
+    store_at,
+    wrong_address,
+)
 from pretrain.distributed.monitor import Monitor
-from pretrain.distributed.switchboard import Switchboard
+from pretrain.distributed.switchboard import Switchboard, start_switchboard
 from pretrain.errors import LaunchError, LostRankError, UserError, line_of, say
 from pretrain.storage import allow_open_files
 
@@ -34,6 +41,10 @@ T = TypeVar("T")
 FIRST_WORD_SECONDS = 5.0
 """Seconds after which a waiting process says for whom it waits; then at twice the time, and so on, at most _MOST_APART seconds apart."""
 _MOST_APART = 60.0
+HELLO_SECONDS = 60.0
+"""How long the main rank may take to answer a process that comes. Thousands come at once, while it imports and plans."""
+OTHER_FILES = 512
+"""Files that the main rank opens besides connections: libraries, data, logs."""
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
 _LINGER_SECONDS = 2.0  # how long the main rank stays at the end, after the switchboard has sent its last messages
@@ -71,11 +82,12 @@ class Meeting:
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
-        allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
+        limit = allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
         if rank == 0:
-            self.switchboard = _start_switchboard(self.point, world_size)
+            self._refusal = _problem_of_files(limit, world_size)
+            self.switchboard = start_switchboard(world_size, self.point.port if self.point.attempt is None else 0)
         _open = self
-        self.monitor = Monitor(rank, local_rank, timeout_seconds)
+        self.monitor = Monitor(rank, local_rank, timeout_seconds, world_size)
         if self.switchboard is not None:
             self.monitor.switchboard_seconds = lambda: self.switchboard.seconds
         self.monitor.listen_to_signals()
@@ -84,7 +96,9 @@ class Meeting:
 
     @contextlib.contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Name the work before `join`, for the ranks that wait. If the switchboard has refused this rank, that explains an error in the work."""
+        """Name the work before `join`, for the ranks that wait. If this rank is refused, that explains an error in the work."""
+        if self._refusal is not None:
+            raise self._refusal
         with self.monitor.doing(name) if self.monitor else contextlib.nullcontext():
             try:
                 yield
@@ -107,7 +121,7 @@ class Meeting:
                         "token": self.switchboard.token,
                     }
                     self.store.set("switchboard", json.dumps(place))
-                channel, said = self._connect()
+                channel, said = self._connect(HELLO_SECONDS)
             except LaunchError as error:
                 self._refusal = error
                 self._attached.set()
@@ -121,7 +135,7 @@ class Meeting:
             self._over.wait(pause)
             pause = min(2 * pause, 1.0)
 
-    def _connect(self) -> tuple[Channel, list[dict[str, Any]]]:
+    def _connect(self, patience: float = SEND_SECONDS) -> tuple[Channel, list[dict[str, Any]]]:
         """A connection to the switchboard and its first messages. Raises OSError or ValueError, and LaunchError if it refuses this rank."""
         problem: Exception = ConnectionRefusedError()
         for place in self._places():
@@ -133,7 +147,7 @@ class Meeting:
             self._problem = self._words_of(ValueError())  # as long as it says nothing
             self._main_address = channel.connection.getpeername()[0]
             try:
-                return channel, hello(channel, self.rank, self.world_size, self._token)
+                return channel, hello(channel, self.rank, self.world_size, self._token, patience)
             except (OSError, ValueError, LaunchError) as error:
                 channel.close()
                 if isinstance(error, LaunchError):
@@ -177,7 +191,7 @@ class Meeting:
             if self.rank == 0:
                 self._found[name] = find()
                 waiting.until(self._attached.is_set)
-                self.monitor.send("found", found={name: self._found[name]})
+                self.monitor.request("found", found={name: self._found[name]})
             waiting.until(lambda: name in self._found)
         return self._found[name]
 
@@ -194,22 +208,24 @@ class Meeting:
             waiting.until(self._attached.is_set)
             own = digest_of(facts)
             if self.rank == 0:
-                self.monitor.send("facts", digest=own, facts=facts, torch=self._offer_store())
+                self.monitor.request("facts", digest=own, facts=facts, torch=self._offer_store())
             waiting.until(lambda: self._digest is not None)
             if self._digest != own:
-                self.monitor.send("want")
+                self.monitor.request("want")
                 main = waiting.message("facts")
                 who = f"rank {self.rank} ({socket.gethostname()})"
                 line, everything = difference(facts, main["facts"], who, main["of"])
                 if on_difference is not None:
                     on_difference(everything)
                 raise LaunchError(line)
-            self.monitor.send("ready", machine=machine)
+            self.monitor.request("ready", machine=machine)
             go = waiting.message("go")
+            self.monitor.requested = None
             self.hosts = go["hosts"]
             self.monitor.main_rank = f"rank 0 ({self.hosts[0]})"
             if self.store is None:
-                self.store = self._take_store(go["torch"])
+                addresses = dict.fromkeys([self._main_address, *go["torch"]["addresses"]])
+                self.store = store_at(addresses, go["torch"]["port"], self.point, self.rank)
         return go["notes"]
 
     def _offer_store(self) -> dict[str, Any] | None:
@@ -220,21 +236,6 @@ class Meeting:
 
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return {"port": self.store.port, "addresses": addresses_of_this_host(self.point)}
-
-    def _take_store(self, offered: dict[str, Any]) -> dist.Store:
-        import torch.distributed as dist
-
-        problem: OSError = ConnectionRefusedError()
-        for address in dict.fromkeys([self._main_address, *offered["addresses"]]):
-            try:
-                socket.create_connection((address, offered["port"]), CONNECT_SECONDS).close()
-                return dist.TCPStore(address, offered["port"], is_master=False)
-            except OSError as error:
-                problem = error
-        raise LaunchError(
-            f"rank {self.rank} ({socket.gethostname()}) reaches rank 0 at port {self.point.port} and not at port {offered['port']} "
-            f"({problem.strerror or problem}); ranks need every port of each other's hosts"
-        )
 
     # ---- leaving ------------------------------------------------------------------------------------------------------
 
@@ -357,19 +358,19 @@ class _Wait:
     def _count(self, message: dict[str, Any]) -> None:
         """Handle the switchboard's list of missing and busy ranks. Ranks that have connected and are busy may take their time."""
         now, meeting = time.monotonic(), self.meeting
-        if message["came"] != self.came or not message["absent"]:
+        if message["came"] != self.came or not message["some_absent"]:
             self.came, self.progress = message["came"], now
         if not message["late"]:
             return
         self.late = f"{self.came} of {meeting.world_size} processes are here, {message['late']}"
-        if message["absent"]:
+        if message["some_absent"]:
             left = max(0.0, meeting.join_seconds - (now - self.progress))
             self.late += f"; waiting up to {left:.0f} s more (parallel.join_seconds)"
             if meeting.rank == 0 and (hint := wrong_address(meeting.point)):
                 self.late += f"; {hint}"
         if meeting.rank == 0:
             self.monitor.send("say", line=self.late)
-        elif 0 in message["busy"] and meeting.local_rank == 0:
+        elif message["main_is_busy"] and meeting.local_rank == 0:
             say(self.late)  # the main rank does not wait yet
 
 
@@ -382,18 +383,12 @@ def tell(error: UserError) -> None:
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
 
 
-def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
-    port = point.port if point.attempt is None else 0
-    try:
-        switchboard = Switchboard(world_size, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise LaunchError(
-                f"rank 0: port {port} of {socket.gethostname()} (MASTER_PORT) is taken by another program or another run; set "
-                "MASTER_PORT to a free port on all nodes"
-            ) from error
-        raise LaunchError(
-            f"rank 0: MASTER_PORT={port} cannot be listened at ({error.strerror}); set it to a free port"
-        ) from error
-    switchboard.start()
-    return switchboard
+def _problem_of_files(limit: int, world_size: int) -> LaunchError | None:
+    """The error if the main rank may open too few files for the connections of the switchboard, torch's store and gloo to each rank."""
+    needed = 3 * world_size + OTHER_FILES
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    return LaunchError(
+        f"rank 0 ({socket.gethostname()}) may open {limit} files, and needs {needed} to be connected with {world_size} ranks; raise the hard "
+        f"limit of every host, with ulimit -n {needed}, before the start"
+    )

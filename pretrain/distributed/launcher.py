@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -198,3 +198,20 @@ def wrong_address(point: MeetingPoint) -> str:
             probe.bind(place)
             return ""
     return f"MASTER_ADDR={point.host} is not an address of {socket.gethostname()}, where rank 0 runs; set it to that host"
+
+
+def store_at(addresses: Iterable[str], port: int, point: MeetingPoint, rank: int) -> dist.Store:
+    """torch's store in the main rank's process, at the first of these addresses that answers. Raises LaunchError."""
+    import torch.distributed as dist
+
+    problem: OSError = ConnectionRefusedError()
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
+            return dist.TCPStore(address, port, is_master=False)
+        except OSError as error:
+            problem = error
+    raise LaunchError(
+        f"rank {rank} ({socket.gethostname()}) reaches rank 0 at port {point.port} and not at port {port} "
+        f"({problem.strerror or problem}); ranks need every port of each other's hosts"
+    )

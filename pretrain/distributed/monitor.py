@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.distributed.channel import Channel, is_communication
+from pretrain.distributed.inquiries import ANSWER_SECONDS
 from pretrain.distributed.pace import Pace, bytes_moved, waits_for_storage
+from pretrain.distributed.roll_call import interval
 from pretrain.distributed.standing import Mark
-from pretrain.distributed.switchboard import ANSWER_SECONDS
 from pretrain.errors import LostRankError, UserError, flush_output, print_error
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class Doom:
 class Monitor(threading.Thread):
     """This rank's end of the switchboard's connection. `attach` gives it one; `start` and `close` are called by the main thread."""
 
-    def __init__(self, rank: int, local_rank: int, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, local_rank: int, timeout_seconds: float, world_size: int = 1) -> None:
         super().__init__(name="monitor", daemon=True)
-        self.rank, self.local_rank, self.timeout_seconds = rank, local_rank, timeout_seconds
+        self.rank, self.local_rank, self.timeout_seconds, self.world_size = rank, local_rank, timeout_seconds, world_size
         self.news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """The switchboard's messages while the ranks are joining (joining.py)."""
         self.on_end: Callable[[str], None] | None = None
@@ -91,6 +92,8 @@ class Monitor(threading.Thread):
         self.mark, self.since = Mark(), time.monotonic()
         self._parts: list[Mark] = []
         self._channel: Channel | None = None
+        self.requested: dict[str, Any] | None = None
+        """The `request` that has not been answered yet."""
         self._reconnect: Callable[[], tuple[Channel, list[dict[str, Any]]]] | None = None
         self._verdict: str | None = None
         self._judged = threading.Event()
@@ -174,6 +177,11 @@ class Monitor(threading.Thread):
         if channel is not None:
             with contextlib.suppress(OSError):  # the thread notices, and looks for the switchboard
                 channel.send(kind, **values)
+
+    def request(self, kind: str, **values: Any) -> None:
+        """Send a message that must arrive: as long as it is `requested`, it is sent again whenever the connection had broken off."""
+        self.requested = {"kind": kind, **values}
+        self.send(**self.requested)
 
     def keep_record(self, folder: Path, on_end: Callable[[str], None]) -> None:
         """Set the directory of this rank's log. `on_end` records the line if this thread has to end the process."""
@@ -281,6 +289,8 @@ class Monitor(threading.Thread):
                     self._judged.clear()
                 self._channel = channel
                 self._take(said)
+                if self.requested is not None:
+                    self.send(**self.requested)
                 return
         self._expect_end(f"{self.main_rank} is gone without a word (killed?)", SWITCHBOARD)
         self._judged.set()
@@ -352,7 +362,8 @@ class Monitor(threading.Thread):
         if not self._stacks_dumped:
             self._stacks_dumped = True
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
-        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
+        # All ranks are told to stop at once, and each asks as long as the last checkpoint is saved.
+        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS, interval(self.world_size)):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):
                 self._expect_end(f"{line}: {self._silence()}")  # a live main rank's switchboard would have answered

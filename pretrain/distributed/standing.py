@@ -6,7 +6,7 @@ clocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,17 @@ def numbers(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more stretches" if len(shown) > 8 else "")
+
+
+def machines_that_differ(machines: Mapping[int, str]) -> list[str]:
+    """A line about the machines of the ranks if they differ, which is allowed."""
+    kinds: dict[str, list[int]] = {}
+    for rank, machine in sorted(machines.items()):
+        kinds.setdefault(machine, []).append(rank)
+    if len(kinds) < 2:
+        return []
+    parts = [f"{kind} on rank{'s' if len(ranks) > 1 else ''} {numbers(ranks)}" for kind, ranks in kinds.items()]
+    return [f"the machines differ: {'; '.join(parts)}: the slowest sets the pace, and last bits may differ between them"]
 
 
 def awaited(standings: Sequence[Standing], number: int) -> list[Standing]:

@@ -9,7 +9,8 @@
     say      who is missing      ──▶     say       to everyone, by the main rank, as long as it waits
     left     my last words       ──▶     left      to everyone
     bye      I have finished
-    (the connection breaks off)          gone      to everyone; back, if the rank comes again
+    (the connection breaks off)          gone      to everyone; back, if the rank comes again. Before the start (go) the rank has
+                                                   RETURN_SECONDS for that, then everyone ends
     logs     where our logs are
     ask      who is awaited?     ──▶     call      to everyone ──▶ at (what I am doing) ──▶ answer
     broken   my collective failed ─▶     verdict   to everyone: one line, and who is to blame
@@ -21,38 +22,48 @@ Messages are lines of JSON, and nothing in them is executed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-from pretrain.distributed.channel import LONGEST_HELLO, PROTOCOL, Channel, listen
+from pretrain.distributed.channel import LONGEST_HELLO, PROTOCOL, Channel, encoded, listen
+from pretrain.distributed.inquiries import Inquiries
 from pretrain.distributed.roll_call import ANSWER_PATIENCE, interval, roll
-from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
+from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, machines_that_differ, pointer, verdict
+from pretrain.errors import LaunchError
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 3.0
-"""How long a rank may take to say what it is doing before it counts as silent."""
+RETURN_SECONDS = 5.0
+"""How long a rank whose connection broke off before the start may take to come back. A rank that lives tries at once, and then every second."""
 
 
 _ROLL = -1
 """`call` of a roll call: its answers conclude no inquiry."""
 
 
-@dataclass
-class _Inquiry:
-    """A question to the ranks. The switchboard concludes it when they have told what they do, or at `deadline`."""
-
-    deadline: float
-    conclude: Callable[[], None]
-    is_enough: Callable[[], bool] | None
-    """None: when all have answered."""
+def start_switchboard(world_size: int, port: int) -> Switchboard:
+    """Start the switchboard of this process at `port` (0: at any free one). Raises LaunchError."""
+    try:
+        switchboard = Switchboard(world_size, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"rank 0: port {port} of {socket.gethostname()} (MASTER_PORT) is taken by another program or another run; set "
+                "MASTER_PORT to a free port on all nodes"
+            ) from error
+        raise LaunchError(
+            f"rank 0: MASTER_PORT={port} cannot be listened at ({error.strerror}); set it to a free port"
+        ) from error
+    switchboard.start()
+    return switchboard
 
 
 class Switchboard(threading.Thread):
@@ -72,15 +83,17 @@ class Switchboard(threading.Thread):
         self._machines: dict[int, str] = {}
         self._found: dict[str, Any] = {}
         self._facts: dict[str, Any] | None = None
-        self._failure: dict[str, str] | None = None  # of the start
+        self._failure: dict[str, str] | None = None  # the first of a rank
+        self._ended: set[int] = set()  # ranks that are gone, or ended for their own reason
+        self._missed: dict[int, float] = {}  # ranks that are gone before the start, and until when they may come back
+        self._go: dict[str, Any] = {}
         self.went = False
         self.seconds = 0.0  # of a processor, that the thread has used
         self._verdict: str | None = None
         self._logs: str | None = None
-        self._calls = 0
-        self._answered: set[int] = set()
-        self._silent_since: dict[int, float] = {}
-        self._inquiries: list[_Inquiry] = []
+        self._is_full = False  # it could open no more files
+        self._reported: set[tuple[int, bool]] = set()
+        self._inquiries = Inquiries(self._standings, self._channels.keys(), lambda number: self._broadcast("call", call=number))
         self._next_roll, self._roll_ends = 0.0, None  # when the ranks are called again; until when they may answer
         self._called: set[int] = set()  # those that have not answered the last roll call
         self._selector = selectors.DefaultSelector()
@@ -98,7 +111,9 @@ class Switchboard(threading.Thread):
                     self._hear(key.fileobj, key.data)
                 else:  # the other end of _wake is closed
                     closing = True
-            self._conclude()
+            self._look_who_returned()
+            self._inquiries.take_turn()
+            self._go_if_all_are_ready()
             self._call_the_roll()
             self.seconds = time.thread_time()
         for key in list(self._selector.get_map().values()):
@@ -115,9 +130,20 @@ class Switchboard(threading.Thread):
     def _accept(self) -> None:
         try:
             connection, _ = self.server.accept()
-        except OSError:  # gone again
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._run_out_of_files(error)
+            return  # else it is gone again
         self._selector.register(Channel(connection, LONGEST_HELLO), selectors.EVENT_READ, [])
+
+    def _run_out_of_files(self, error: OSError) -> None:
+        line = f"{self._standings[0].title} cannot take the connection of another rank: {error.strerror}; raise the limit with ulimit -n"
+        if not self.went:
+            self._fail(line, "LaunchError")
+        elif not self._is_full:
+            log.error(line)
+        self._is_full = True
+        time.sleep(0.1)  # the rank still waits there, and the next look comes at once
 
     def _hear(self, channel: Channel, who: list[int]) -> None:
         """`who`: the rank at the other end, once it has said hello."""
@@ -146,24 +172,41 @@ class Switchboard(threading.Thread):
         if who and self._channels.get(who[0]) is channel:
             del self._channels[who[0]]
             standing = self._standings[who[0]]
+            self._inquiries.forget(standing.rank)
             if standing.left is None:
                 standing.gone = True
-                line = listing([standing]) + pointer([standing], self._logs)
-                self._broadcast("gone", line=line, rank=standing.rank)
-                self._fail(line, "LostRankError")
+                self._ended.add(standing.rank)
+                if self.went:
+                    self._broadcast("gone", line=self._line_of([standing]), rank=standing.rank)
+                else:
+                    self._missed[standing.rank] = time.monotonic() + RETURN_SECONDS
         self._look_who_left()
 
     def _send(self, rank: int, kind: str, /, **values: Any) -> None:
-        channel = self._channels.get(rank)
-        if channel is not None:
-            try:
-                channel.send(kind, **values)
-            except OSError:
-                self._drop(channel, [rank])
+        self._pass_on([rank], kind, **values)
 
     def _broadcast(self, kind: str, /, **values: Any) -> None:
-        for rank in list(self._channels):
-            self._send(rank, kind, **values)
+        self._pass_on(list(self._channels), kind, **values)
+
+    def _pass_on(self, ranks: Iterable[int], kind: str, /, **values: Any) -> None:
+        data = encoded(kind, **values)  # once for all of them
+        for rank in ranks:
+            channel = self._channels.get(rank)
+            if channel is not None:
+                try:
+                    channel.write(data)
+                except OSError:
+                    self._drop(channel, [rank])
+
+    def _line_of(self, standings: list[Standing]) -> str:
+        return listing(standings) + pointer(standings, self._logs)
+
+    def _look_who_returned(self) -> None:
+        now = time.monotonic()
+        lost = [self._standings[rank] for rank, until in self._missed.items() if now >= until]
+        if lost:
+            self._missed.clear()
+            self._fail(self._line_of(lost), "LostRankError")
 
     def _look_who_left(self) -> None:
         if all(s.is_lost for s in self._standings[1:]):
@@ -180,12 +223,17 @@ class Switchboard(threading.Thread):
         problem = self._problem_of(rank, host, process, int(message["world_size"]))
         if problem:
             channel.send("refused", line=problem)
-            self._fail(problem, "LaunchError")
+            if not self.went:
+                self._fail(problem, "LaunchError")
             return
         standing = self._standings[rank]
         again = standing.came
         standing.came, standing.host, standing.process, standing.gone = True, host, process, False
         self._called.discard(rank)
+        self._inquiries.forget(rank)  # a call through an earlier connection may be lost
+        self._missed.pop(rank, None)
+        if not standing.left_alone:
+            self._ended.discard(rank)
         who.append(rank)
         channel.trust()
         self._channels[rank] = channel
@@ -196,8 +244,8 @@ class Switchboard(threading.Thread):
             channel.send("left", **self._failure)
 
     def _fail(self, line: str, error: str) -> None:
-        """Fail the start: every rank that is here, and every one that comes later, ends with `line`."""
-        if not self.went and self._failure is None:
+        """End every rank that is here, and every one that comes later, with `line`. Only the first counts: all ranks may fail alike."""
+        if self._failure is None:
             self._failure = {"line": line, "error": error}
             self._broadcast("left", **self._failure)
 
@@ -230,23 +278,15 @@ class Switchboard(threading.Thread):
     def _on_ready(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.ready = True
         self._machines[standing.rank] = message["machine"]
-        self._go_if_all_are_ready()
+        if self.went:  # its connection broke off before it heard so
+            self._send(standing.rank, "go", **self._go)
 
     def _go_if_all_are_ready(self) -> None:
-        if not self.went and all(s.ready and not s.is_lost for s in self._standings):
+        if not self.went and len(self._machines) == self.world_size and not any(s.is_lost for s in self._standings):
             self.went = True
-            hosts = [s.host for s in self._standings]
-            self._broadcast("go", hosts=hosts, notes=self._notes(), torch=self._facts["torch"])
-
-    def _notes(self) -> list[str]:
-        """A line about machines that differ, which is allowed."""
-        kinds: dict[str, list[int]] = {}
-        for rank, machine in sorted(self._machines.items()):
-            kinds.setdefault(machine, []).append(rank)
-        if len(kinds) < 2:
-            return []
-        parts = [f"{kind} on rank{'s' if len(ranks) > 1 else ''} {numbers(ranks)}" for kind, ranks in kinds.items()]
-        return [f"the machines differ: {'; '.join(parts)}: the slowest sets the pace, and last bits may differ between them"]
+            hosts, notes = [s.host for s in self._standings], machines_that_differ(self._machines)
+            self._go = {"hosts": hosts, "notes": notes, "torch": self._facts["torch"]}
+            self._broadcast("go", **self._go)
 
     def _on_say(self, standing: Standing, message: dict[str, Any]) -> None:
         self._broadcast("say", line=message["line"])
@@ -260,25 +300,21 @@ class Switchboard(threading.Thread):
         standing.mark = Mark(**message["mark"])
         standing.seconds, standing.idle, standing.silent = message["seconds"], message["idle"], False
         standing.step, standing.own, standing.heard = message["step"], message["own"], time.monotonic()
-        self._silent_since.pop(standing.rank, None)
         self._called.discard(standing.rank)
-        if message["call"] == self._calls:
-            self._answered.add(standing.rank)
-        self._go_if_all_are_ready()  # it may have been silent for a moment when the last one became ready
+        self._inquiries.hear(standing.rank, message["call"])
 
     def _on_ask(self, standing: Standing, message: dict[str, Any]) -> None:
-        """Answer who is awaited: at control operation `number`, or for the start (`number` 0)."""
+        number = message["number"]
+        self._inquiries.ask(("ask", number), standing.rank, partial(self._answer, number))
 
-        def conclude() -> None:
-            number = message["number"]
-            late = awaited(self._standings, number) if number else [s for s in self._standings if not s.ready or s.is_lost]
-            late = [s for s in late if s.rank != standing.rank]
-            came = sum(s.came and not s.gone for s in self._standings)
-            absent = [s.rank for s in late if not s.came or s.is_lost]
-            busy = [s.rank for s in late if s.rank not in absent]
-            self._send(standing.rank, "awaited", late=listing(late), came=came, absent=absent, busy=busy, number=number)
-
-        self._inquire(conclude)
+    def _answer(self, number: int, askers: set[int]) -> None:
+        """Answer who is awaited: at control operation `number`, or for the start (0). Nobody waits for a rank that asks, as it waits itself."""
+        late = awaited(self._standings, number) if number else [s for s in self._standings if not s.ready or s.is_lost]
+        late = [s for s in late if s.rank not in askers]
+        busy = {s.rank for s in late if s.came and not s.is_lost}
+        came = sum(s.came and not s.gone for s in self._standings)
+        answer = {"late": listing(late), "came": came, "some_absent": len(busy) < len(late), "main_is_busy": 0 in busy}
+        self._pass_on(askers, "awaited", number=number, **answer)
 
     def _on_broken(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.broken = True
@@ -286,59 +322,50 @@ class Switchboard(threading.Thread):
             self._send(standing.rank, "verdict", line=self._verdict)
             return
 
+        question = message["number"], message["waiting"]
+        if question in self._reported:  # a collective fails on all ranks at once
+            return
+        self._reported.add(question)
+
         def is_enough() -> bool:
             # A killed process is known as soon as its connection closes, and one that failed has said so. In a part of a step all
             # ranks get their time: those that notice nothing are the suspects.
-            if any(s.left_alone or s.gone for s in self._standings):
+            if self._ended:
                 return True
-            late = [s for s in self._standings if s.mark and s.mark.number < message["number"]]
-            return message["waiting"] and bool(late) and self._all_answered()
+            if not message["waiting"] or not self._inquiries.all_answered:
+                return False
+            return any(s.mark and s.mark.number < message["number"] for s in self._standings)
 
         def conclude() -> None:
             if self._verdict is None:
                 self._judge(verdict(self._standings, message, self._logs))
 
-        self._inquire(conclude, is_enough)
+        self._inquiries.put(conclude, is_enough)
 
     def _on_stuck(self, standing: Standing, message: dict[str, Any]) -> None:
         """Handle a rank that was told to stop and cannot, or has waited as long as it may for work on the device."""
         self._send(standing.rank, "heard")
+        question = ("stuck", message["line"], message["number"], message["idle"])
+        self._inquiries.ask(question, standing.rank, partial(self._look_who_hangs, message))
 
-        def conclude() -> None:
-            if self._verdict is not None:
-                return
-            if message["idle"]:
-                found = hung(self._standings, message["idle"])
-            else:
-                late = awaited(self._standings, message["number"])
-                found = [s for s in late if s.rank != standing.rank and (s.is_surely_lost or not s.is_lost)]
-            if found:
-                self._judge(f"{message['line']}: {listing(found)}{pointer(found, self._logs)}")
-
-        self._inquire(conclude)
+    def _look_who_hangs(self, message: dict[str, Any], askers: set[int]) -> None:
+        if self._verdict is not None:
+            return
+        if message["idle"]:
+            found = hung(self._standings, message["idle"])
+        else:
+            late = awaited(self._standings, message["number"])
+            found = [s for s in late if s.rank not in askers and (s.is_surely_lost or not s.is_lost)]
+        if found:
+            self._judge(f"{message['line']}: {self._line_of(found)}")
 
     def _judge(self, line: str) -> None:
         self._verdict = line
         self._broadcast("verdict", line=line)
         self._look_who_left()
 
-    def _inquire(self, conclude: Callable[[], None], is_enough: Callable[[], bool] | None = None) -> None:
-        """Call every rank, and `conclude` when the answers are enough (`is_enough`; by default all), or after ANSWER_SECONDS."""
-        if not self._inquiries:
-            self._calls += 1
-            self._answered.clear()
-            self._broadcast("call", call=self._calls)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        self._inquiries.append(_Inquiry(deadline, conclude, is_enough))
-
-    def _all_answered(self) -> bool:
-        return all(s.rank in self._answered for s in self._standings if self._is_expected(s))
-
-    def _is_expected(self, standing: Standing) -> bool:
-        return standing.came and standing.left is None and not standing.gone
-
     def _patience(self) -> float | None:
-        times = [inquiry.deadline for inquiry in self._inquiries]
+        times = [*self._inquiries.times(), *self._missed.values()]
         if self._logs is not None:
             times.append(self._roll_ends if self._roll_ends is not None else self._next_roll)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -350,36 +377,24 @@ class Switchboard(threading.Thread):
             return
         if self._roll_ends is None and now >= self._next_roll:
             self._next_roll, self._roll_ends = now + interval(self.world_size), now + ANSWER_PATIENCE
-            for rank in [rank for rank in self._channels if rank not in self._called]:  # a stopped rank's calls do not pile up
-                self._called.add(rank)
-                self._send(rank, "call", call=_ROLL)
-        elif self._roll_ends is not None and (now >= self._roll_ends or not self._called & self._channels.keys()):
+            ranks = [rank for rank in self._channels if rank not in self._called]  # a stopped rank's calls do not pile up
+            self._called.update(ranks)
+            self._pass_on(ranks, "call", call=_ROLL)
+        elif self._roll_ends is not None and (now >= self._roll_ends or self._called.isdisjoint(self._channels)):
             self._roll_ends = None
             self._send(0, "ranks", roll=roll(self._standings, now))
-
-    def _conclude(self) -> None:
-        # Once for all of them: a thousand ranks that wait ask at the same time.
-        have_all_answered = bool(self._inquiries) and self._all_answered()
-        for inquiry in list(self._inquiries):
-            is_over = time.monotonic() >= inquiry.deadline
-            if is_over or (inquiry.is_enough() if inquiry.is_enough else have_all_answered):
-                self._inquiries.remove(inquiry)
-                for standing in self._standings:
-                    if is_over and self._is_expected(standing) and standing.rank not in self._answered:
-                        since = self._silent_since.setdefault(standing.rank, time.monotonic() - ANSWER_SECONDS)
-                        standing.silent, standing.unheard = True, time.monotonic() - since
-                inquiry.conclude()
 
     def _on_left(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.left, standing.left_alone = message["line"], message["alone"]
         if message["traceback"]:
             standing.left += pointer([standing], self._logs)
         if message["alone"]:
-            self._fail(listing([standing]), message["error"])
-            if self.went:
-                self._broadcast("left", line=listing([standing]), error="LostRankError")
+            self._ended.add(standing.rank)
+            self._fail(listing([standing]), "LostRankError" if self.went else message["error"])
+        self._inquiries.forget(standing.rank)
         self._look_who_left()
 
     def _on_bye(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.left = "finished"
+        self._inquiries.forget(standing.rank)
         self._look_who_left()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import resource
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from launch_pool import RankProcess, start_ranks
 from running import run_changed
 
-from pretrain.distributed import ranks
-from pretrain.distributed.channel import VANISHED_SECONDS, Channel, hello, listen
+from pretrain.distributed import channel as channel_file
+from pretrain.distributed import joining, ranks
+from pretrain.distributed import switchboard as switchboard_file
+from pretrain.distributed.channel import PROTOCOL, VANISHED_SECONDS, Channel, hello, listen
+from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.ranks import LAZY_RANKS, connect_lazily
@@ -343,17 +350,16 @@ def test_all_start_when_a_rank_that_was_silent_for_a_moment_answers_again():
     try:
         for number, rank in enumerate(ranks):
             hello(rank, number, 3, switchboard.token)
-        where = {"name": "work", "number": 0, "waiting": False, "device": False, "storage": False, "exchanges": False}
         ranks[0].send("facts", digest="1", facts={}, torch=None)
         for rank in ranks[:2]:
             rank.send("ready", machine="a")
         ranks[0].send("ask", number=0)
         calls = [message for rank in ranks for message in _until(rank, "call")]
         for rank in (0, 2):  # rank 1 does not answer
-            ranks[rank].send("at", mark=where, seconds=0.0, idle=0.0, step=None, own="", call=calls[rank]["call"])
+            ranks[rank].send("at", mark=WHERE, seconds=0.0, idle=0.0, step=None, own="", call=calls[rank]["call"])
         assert "rank 1" in _until(ranks[0], "awaited")[0]["late"]  # 3 seconds later
         ranks[2].send("ready", machine="a")
-        ranks[1].send("at", mark=where, seconds=0.0, idle=0.0, step=None, own="", call=calls[1]["call"])
+        ranks[1].send("at", mark=WHERE, seconds=0.0, idle=0.0, step=None, own="", call=calls[1]["call"])
         for rank in ranks:
             assert len(_until(rank, "go")[0]["hosts"]) == 3
     finally:
@@ -390,6 +396,221 @@ def test_a_process_may_open_as_many_connections_as_the_run_has_ranks():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(2624, before[1]), before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# ---- thousands of ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., tuple[Switchboard, list[Channel]]]]:
+    """A switchboard for `world_size` ranks, of which `count` are connected."""
+    with contextlib.ExitStack() as end:
+
+        def connect(world_size: int, count: int) -> tuple[Switchboard, list[Channel]]:
+            switchboard = Switchboard(world_size, 0)
+            switchboard.start()
+            end.callback(switchboard.close)
+            ranks = []
+            for number in range(count):
+                ranks.append(Channel(socket.create_connection(("localhost", switchboard.port))))
+                end.callback(ranks[-1].close)
+                hello(ranks[-1], number, world_size, switchboard.token)
+            return switchboard, ranks
+
+        yield connect
+
+
+WHERE = {"name": "work", "number": 0, "waiting": False, "device": False, "storage": False, "exchanges": False}
+
+
+def _serve(ranks: list[Channel], seconds: float) -> list[list[dict]]:
+    """Answer every call for a while, and return what each rank heard besides."""
+    heard: list[list[dict]] = [[] for _ in ranks]
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        for rank in select.select(ranks, [], [], left)[0]:
+            for message in rank.receive():
+                if message["kind"] == "call":
+                    rank.send("at", mark=WHERE, seconds=0.0, idle=0.0, step=0, own=None, call=message["call"])
+                else:
+                    heard[ranks.index(rank)].append(message)
+    return heard
+
+
+@pytest.mark.parametrize(("kind", "values", "work", "answer"), [
+    ("ask", {"number": 0}, "listing", "awaited"),
+    ("stuck", {"line": "told to stop", "number": 0, "idle": 60.0}, "hung", "heard"),
+])  # fmt: skip
+def test_what_many_ranks_ask_at_the_same_time_is_concluded_once(connected, monkeypatch, kind, values, work, answer):
+    """Each answer was computed for itself, from all ranks: 28 s of the switchboard for 4,096 ranks that waited for the start."""
+    real, calls = getattr(switchboard_file, work), []
+    monkeypatch.setattr(switchboard_file, work, lambda *arguments: calls.append(1) or real(*arguments))
+    _, ranks = connected(500, 40)  # called every half second
+    for rank in ranks[1:]:
+        rank.send(kind, **values)
+    heard = _serve(ranks, 1.2)
+    assert 1 <= len(calls) <= 3
+    answers = [message for messages in heard for message in messages if message["kind"] == answer]
+    assert len(answers) == 39
+    if kind == "ask":
+        assert answers[-1]["late"].startswith(f"ranks 40-499 are missing; rank 0 ({HERE}) has been in 'work' for 0 s")
+        assert answers[-1]["came"] == 40 and answers[-1]["some_absent"] and answers[-1]["main_is_busy"]
+
+
+def test_a_collective_that_fails_on_all_ranks_is_judged_once():
+    """Each report was looked at in each turn, over all ranks."""
+    switchboard = Switchboard(100, 0)
+    report = {"name": "start of step 2", "number": 3, "waiting": True, "timed_out": True, "seconds": 600, "reason": "Timed out"}
+    for standing in switchboard._standings:
+        switchboard._on_broken(standing, report)
+    assert len(switchboard._inquiries.times()) == 1
+    switchboard.server.close()
+
+
+def test_the_first_of_many_ranks_that_fail_alike_ends_the_others(connected):
+    """All ranks told all others: 16.8 million messages of 4,096 ranks whose loss was not finite."""
+    switchboard, ranks = connected(4, 4)
+    switchboard.went = True
+    for number in (1, 2):
+        ranks[number].send("left", line="the loss is not finite", alone=True, error="TrainingError", traceback=False)
+    ranks[1].close()
+    [heard] = _serve([ranks[3]], 0.3)
+    [left] = [message for message in heard if message["kind"] == "left"]
+    assert left["line"].endswith("has ended: the loss is not finite") and left["error"] == "LostRankError"
+
+
+def test_what_all_ranks_are_told_is_written_once(connected, monkeypatch):
+    """The hosts of 4,096 ranks were written 4,096 times."""
+    written = []
+
+    def dumps(message: dict) -> str:
+        written.append(message["kind"])
+        return json.dumps(message)
+
+    monkeypatch.setattr(channel_file, "json", SimpleNamespace(dumps=dumps, loads=json.loads))
+    _, ranks = connected(3, 3)
+    ranks[0].send("facts", digest="1", facts={}, torch=None)
+    for rank in ranks:
+        rank.send("ready", machine="a")
+    assert [len(_until(rank, "go")[0]["hosts"]) for rank in ranks] == [3, 3, 3]
+    assert written.count("go") == 1
+
+
+def test_a_rank_that_did_not_wait_for_its_welcome_is_not_taken_for_dead(connected):
+    """The switchboard was busy for longer than the rank waited: the connection that the rank had given up ended the start of all."""
+    switchboard, (zero,) = connected(3, 1)
+    given_up = Channel(socket.create_connection(("localhost", switchboard.port)))
+    me = {"rank": 1, "world_size": 3, "host": socket.gethostname(), "process": os.getpid()}
+    given_up.send("hello", protocol=PROTOCOL, token="", **me)
+    given_up.close()
+    time.sleep(0.2)
+    rank = Channel(socket.create_connection(("localhost", switchboard.port)))
+    hello(rank, 1, 3, switchboard.token)
+    heard = _serve([zero, rank], 0.3)
+    rank.close()
+    assert [message["kind"] for messages in heard for message in messages if message["kind"] in ("left", "gone")] == []
+
+
+def test_a_rank_that_does_not_come_back_before_the_start_ends_it(connected, monkeypatch):
+    monkeypatch.setattr(switchboard_file, "RETURN_SECONDS", 0.3)
+    _, ranks = connected(3, 2)
+    began = time.monotonic()
+    ranks[1].close()
+    [left] = _until(ranks[0], "left")
+    assert left["line"] == f"rank 1 ({HERE}) is gone without a word (killed?)" and left["error"] == "LostRankError"
+    assert 0.3 <= time.monotonic() - began < 2
+
+
+def test_a_rank_that_comes_back_before_the_start_starts_with_the_others(connected):
+    """What it had said, or was told meanwhile, may be lost with its connection."""
+    switchboard, (zero,) = connected(2, 1)
+    monitor = Monitor(1, 1, 60.0)
+
+    def connect() -> tuple[Channel, list[dict]]:
+        channel = Channel(socket.create_connection(("localhost", switchboard.port)))
+        return channel, hello(channel, 1, 2, switchboard.token)
+
+    try:
+        monitor.start()
+        first, said = connect()
+        first.connection.shutdown(socket.SHUT_RDWR)
+        monitor.attach(first, said, connect)
+        monitor.request("ready", machine="a")
+        zero.send("facts", digest="1", facts={}, torch=None)
+        zero.send("ready", machine="a")
+        assert len(_until(zero, "go")[0]["hosts"]) == 2
+        monitor._channel.connection.shutdown(socket.SHUT_RDWR)  # perhaps before it heard the go
+        gone = [monitor.news.get(timeout=5)["kind"] for _ in range(3)]
+        while gone.count("welcome") < 3:
+            gone.append(monitor.news.get(timeout=5)["kind"])
+        while gone[-1] != "go":
+            gone.append(monitor.news.get(timeout=5)["kind"])
+    finally:
+        monitor.close()
+
+
+def test_a_main_rank_that_answers_late_is_waited_for(monkeypatch):
+    """A rank waited 10 s, closed its connection and came again, while thousands came to a main rank that still imported."""
+    for name in ("SEND_SECONDS", "_SEND_SECONDS"):
+        monkeypatch.setattr(channel_file, name, 0.2, raising=False)
+    with listen(0) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        meeting = Meeting(1, 1, 2, 5.0, 5.0)
+        try:
+            connection, _ = server.accept()
+            time.sleep(0.6)
+            Channel(connection).send("welcome", digest=None, found={})
+            assert meeting._attached.wait(2.0)
+        finally:
+            meeting.close()
+            connection.close()
+
+
+def test_a_main_rank_that_may_open_too_few_files_says_so_at_once_to_all(monkeypatch):
+    """The ranks that it could not take waited for ten minutes, and took it for another program."""
+    monkeypatch.setattr(joining, "allow_open_files", lambda wanted: 1024)
+    monkeypatch.setattr(joining, "TELL_SECONDS", 1.0)
+    with listen(0) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    meeting = Meeting(0, 0, 400, 5.0, 5.0)
+    line = f"rank 0 ({HERE}) may open 1024 files, and needs 1712 to be connected with 400 ranks; raise the hard limit of every host"
+    try:
+        with pytest.raises(LaunchError, match=re.escape(line)) as caught, meeting.doing("plan of the run"):
+            pytest.fail("it goes on")
+        rank = Channel(socket.create_connection(("localhost", port)))
+        hello(rank, 1, 400, "")
+    finally:
+        meeting.leave(caught.value)
+    assert line in _until(rank, "left")[0]["line"]
+    rank.close()
+    for world_size in (2, 170):
+        assert joining._problem_of_files(1024, world_size) is None
+    assert joining._problem_of_files(resource.RLIM_INFINITY, 10_000) is None
+
+
+def test_a_main_rank_that_has_no_file_left_for_a_connection_says_so(connected, caplog):
+    """It tried again without a pause, and without a word."""
+
+    def accept() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    switchboard, _ = connected(3, 0)
+    switchboard.close()
+    ear, switchboard.server = SimpleNamespace(sent=b""), SimpleNamespace(accept=accept)
+    ear.write = lambda data: setattr(ear, "sent", ear.sent + data)
+    switchboard._channels = {1: ear}
+    for _ in range(2):
+        switchboard._accept()
+    [line] = ear.sent.splitlines()
+    said = f"rank 0 ({HERE}) cannot take the connection of another rank: Too many open files; raise the limit with ulimit -n"
+    assert json.loads(line) == {"kind": "left", "line": said, "error": "LaunchError"}
+    switchboard.went, switchboard._is_full = True, False  # a rank comes back to a run that goes on
+    for _ in range(2):
+        switchboard._accept()
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def _until(rank: Channel, kind: str) -> list[dict]:

@@ -297,6 +297,18 @@ def test_a_rank_that_waits_for_storage_is_busy_until_nobody_waits_for_it_any_mor
         assert monitor._idle() == pytest.approx(99.0, abs=0.5)
 
 
+@pytest.mark.parametrize(("world_size", "seconds"), [(8, 8), (4096, 41)])
+def test_the_more_ranks_are_told_to_stop_the_less_often_each_asks_who_hangs(world_size, seconds):
+    """4,096 ranks asked every 7.5 s, while the main rank made their last checkpoint."""
+    monitor, asked = Monitor(1, 1, 100.0, world_size), []
+    monitor.send = lambda kind, **values: asked.append(now - monitor.since)
+    monitor._stop_asked, monitor.heard = monitor.since, float("inf")
+    for second in range(120):
+        now = monitor.since + second
+        monitor._look_at_stop(now)
+    assert {round(b - a) for a, b in zip(asked, asked[1:], strict=False)} == {seconds}
+
+
 def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides: str) -> int:
     """As under NCCL: rank 1 dies and rank 0 is somewhere where it cannot notice."""
     return train_badly(
@@ -310,7 +322,7 @@ def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str
     from pretrain.distributed.pace import Pace
 
     real = Monitor.__init__
-    Monitor.__init__ = lambda self, rank, local_rank, seconds: real(self, rank, local_rank, 3.0)
+    Monitor.__init__ = lambda self, rank, local_rank, seconds, *more: real(self, rank, local_rank, 3.0, *more)
     Pace.on_gpu = property(lambda self: True, lambda self, value: None)
     return train_badly("forward", "stop", 0, limits, config_file, *overrides)
 

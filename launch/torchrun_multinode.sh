@@ -10,12 +10,13 @@
 #                 an address of the head itself (containers, several interfaces); otherwise torchrun finds out
 #   LOCAL_ADDR    this node's address as the others reach it, where its host name does not resolve to it (one node: 127.0.0.1)
 #   RUN_ID        name of the rendezvous, the same on all nodes (default: pretrain)
-#   MAX_RESTARTS  how often all processes are started again after one dies (default: 3)
+#   MAX_RESTARTS  how often all processes are started again after one dies; each new checkpoint of the run begins the count anew (default: 3)
 #   SHUTDOWN_TIMEOUT  seconds that a process told to stop has for its last checkpoint (default: 300)
 #   JOIN_SECONDS  longest wait for the nodes to gather, at the start and after a node was lost (default: 600)
 #   TORCHRUN      the torchrun to use (default: this project's, pretrain/distributed/agent.py, which says what it waits for)
 #
-# After a restart the run continues from its newest checkpoint (run.resume=auto).
+# After a restart the run continues from its newest checkpoint (run.resume=auto). Exit codes: 0, the run has come to its end; 75, it was told to
+# stop and is saved; 76, it failed, but has gained a checkpoint since this script began, so that another start may get further; else it failed.
 set -euo pipefail
 
 fail() {

@@ -330,6 +330,40 @@ def test_a_task_of_srun_that_cannot_start_says_so_in_one_line(tmp_path, variable
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "told", "gains", "requeued"),
+    [
+        (agent.GAINED, None, True, "the run has failed, but gained a checkpoint since this start"),
+        (137, None, True, "the run has failed, but gained a checkpoint since this start"),  # srun has killed a node that did not end
+        (1, None, False, None),
+        (137, signal.SIGTERM, True, None),  # scancel
+        (agent.STOPPED, None, True, None),  # a signal to a process of the run itself
+        (1, signal.SIGUSR1, False, "the run has stopped"),
+        (0, None, True, None),
+    ],
+)
+def test_a_job_of_slurm_is_requeued_if_its_run_failed_after_a_new_checkpoint(tmp_path, code, told, gains, requeued):
+    """The job ended for good as soon as no restart was left, whatever it had gained."""
+    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
+    for step in (8, 9):
+        (checkpoints / f"step-0000000{step}").mkdir(parents=True)
+    (checkpoints / "step-00000008" / "manifest.json").touch()
+    (tmp_path / "a.yaml").write_text(f"run: {{dir: {tmp_path}/runs}}\n")
+    run = [f"kill -{int(told)} $PPID; sleep 0.2"] if told else []
+    run += [f"touch {checkpoints}/step-00000009/manifest.json"] if gains else []
+    texts = {"scontrol": 'echo "scontrol $*"', "srun": "; ".join([*run, f"exit {code}"]), "sleep": "exec /bin/sleep 0.2", "scancel": ""}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "GPUS": "1"}
+    environ = {**os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", **variables}
+    words = ["bash", "launch/slurm.sbatch", "--config", tmp_path / "a.yaml", "run.steps=10"]
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == code and not done.stderr, done.stderr
+    end = f" {requeued}; requeueing\nscontrol requeue 7\n"
+    assert done.stdout.endswith(end) if requeued else "requeue" not in done.stdout, done.stdout
+
+
 # ---- the commands of the page, for real -------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
 """torchrun with messages: it says what it waits for while its nodes gather, and ends with one line in place of a
-traceback.
+traceback. It counts the restarts since the run's newest checkpoint only.
 
 launch/torchrun_multinode.sh starts this with torchrun's own arguments. The nodes' agents meet at the rendezvous, then start the
 processes of the run; after a failure they meet again. If one node is told to stop, the run is saved and ends on all nodes, with exit code STOPPED.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,6 +32,8 @@ from pretrain.storage import read_object
 
 STOPPED = 75
 """Exit code of a run that was told to stop and has saved its state (EX_TEMPFAIL of sysexits.h: try again)."""
+GAINED = 76
+"""Exit code of a run that failed, but has gained a checkpoint since this agent began. The next start may get further still."""
 FIRST_WORD_SECONDS = 10.0
 """Wait after which the agent says what it waits for; then at twice the time, and so on, at most two minutes apart."""
 _MOST_APART = 120.0
@@ -41,8 +44,9 @@ _spoken = threading.Event()
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun. Returns 0 if the run has come to its end, STOPPED if it was told to stop and is saved, else 1."""
+    """Run torchrun. Returns 0 if the run has come to its end, STOPPED if it was told to stop and is saved, else GAINED or 1."""
     _import_quietly()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args
 
@@ -50,30 +54,34 @@ def main(arguments: list[str]) -> int:
     if options.log_dir is None and options.redirects == options.tee == "0":
         options.log_dir = os.devnull  # or torch leaves an empty folder in the temporary directory at each start
     gathering = Gathering(str(options.nnodes), options.rdzv_endpoint, join_seconds(options.rdzv_conf))
-    status = _Status(options.training_script_args)
-    _wait_for_nobody_once(status.is_stopped)
+    left = LeftByRun(options.training_script_args)
+    _wait_for_nobody_once(left.is_stopped)
+    _count_restarts_without_progress(options.max_restarts, left.has_new_checkpoint)
     _Watch(gathering).start()
     try:
         problem = _run(options, gathering)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
-        return _fail(f"the process of rank {rank} (number {failure.pid} on this host) ended {how}; its last lines say why")
-    if status.is_stopped():  # a head that was told to stop takes the rendezvous with it, which is no problem then
+        return _fail(
+            f"the process of rank {rank} (number {failure.pid} on this host) ended {how}; its last lines say why",
+            left.code_of_failure(),
+        )
+    except SignalException as error:
+        problem = f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved"
+        return _fail(_TOLD, STOPPED) if left.is_stopped() else _fail(problem)
+    if left.is_stopped():  # a head that was told to stop takes the rendezvous with it, which is no problem then
         return _fail(_TOLD, STOPPED)
-    return 0 if problem is None else _fail(problem)
+    return 0 if problem is None else _fail(problem, left.code_of_failure())
 
 
 def _run(options: argparse.Namespace, gathering: Gathering) -> str | None:
-    """Run torchrun. Returns why it ended, or None if its processes have ended well. Raises ChildFailedError."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    """Run torchrun. Returns why it ended, or None if its processes have ended well. Raises ChildFailedError and SignalException."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
     from torch.distributed.run import run
 
     try:
         run(options)
-    except SignalException as error:
-        return f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved"
     except RendezvousClosedError:
         return f"the rendezvous of {gathering.where} is closed: the run has ended on the other nodes; start it again on all"
     except RendezvousConnectionError as error:
@@ -141,29 +149,49 @@ class Gathering:
         )
 
 
-class _Status:
-    """status.json of the run that torchrun starts with these arguments."""
+class LeftByRun:
+    """What the run that torchrun starts with these arguments leaves in its directory: status.json and checkpoints."""
 
     def __init__(self, arguments: list[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
         parser.add_argument("--config", default="")
         parser.add_argument("overrides", nargs="*")
-        self._path: Path | None = None
+        self._folder: Path | None = None
         try:
             given, _ = parser.parse_known_intermixed_args(arguments)
             run = load_config(given.config, given.overrides)[0].run
-            self._path = Path(run.dir) / run.name / "status.json"
+            self._folder = Path(run.dir) / run.name
         except (UserError, OSError, argparse.ArgumentError):
             pass  # the processes say what is wrong
-        self._before = self._read()
+        self._before = self._status()
+        self.newest = self._first = self._newest_checkpoint()
+        """The step of the newest complete checkpoint that was seen; -1 if there was none."""
 
-    def _read(self) -> dict[str, Any]:
-        return {} if self._path is None else read_object(self._path)
+    def _status(self) -> dict[str, Any]:
+        return {} if self._folder is None else read_object(self._folder / "status.json")
+
+    def _newest_checkpoint(self) -> int:
+        try:
+            manifests = [] if self._folder is None else list(self._folder.glob("checkpoints/step-*/manifest.json"))
+        except OSError:
+            manifests = []
+        names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in manifests)
+        return max((int(name[1]) for name in names if name), default=-1)
 
     def is_stopped(self) -> bool:
         """Whether the processes were told to stop, and have saved, since this object was made."""
-        now = self._read()
+        now = self._status()
         return now != self._before and now.get("state") == "preempted"
+
+    def has_new_checkpoint(self) -> bool:
+        """Whether the run has come further, by a checkpoint, than at any call before."""
+        before, self.newest = self.newest, max(self.newest, self._newest_checkpoint())
+        return self.newest > before
+
+    def code_of_failure(self) -> int:
+        """GAINED if the run has come further, by a checkpoint, since this object was made; else 1."""
+        self.has_new_checkpoint()
+        return GAINED if self.newest > self._first else 1
 
 
 def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
@@ -173,6 +201,25 @@ def _wait_for_nobody_once(is_stopped: Callable[[], bool]) -> None:
     # Private. It is called when the processes have ended well, and not when they are only started again.
     real = SimpleElasticAgent._exit_barrier
     SimpleElasticAgent._exit_barrier = lambda self: None if is_stopped() else real(self)
+
+
+def _count_restarts_without_progress(limit: int, has_progressed: Callable[[], bool]) -> None:
+    """Let torchrun start the processes again `limit` times after each progress. It counts for the life of the run, and a long run uses up any number."""
+    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    # Private. It is called several times a second; after a failure, torchrun then looks whether a restart is left.
+    real = LocalElasticAgent._monitor_workers
+
+    def monitored(self: Any, workers: Any) -> Any:
+        result = real(self, workers)
+        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and has_progressed():
+            # torchrun numbers its starts by the difference of both, and no number may come twice.
+            workers.spec.max_restarts += limit - self._remaining_restarts
+            self._remaining_restarts = limit
+        return result
+
+    LocalElasticAgent._monitor_workers = monitored
 
 
 class _Watch(threading.Thread):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from running import run_main
 
+from pretrain.data import data_of_all_ranks
 from pretrain.data.data_of_all_ranks import verify_everywhere
 from pretrain.data.inspection.integrity import check_integrity
 from pretrain.data.order import Mixture, Stage
@@ -131,6 +133,33 @@ def test_ranks_that_see_one_directory_share_the_work_and_those_with_copies_do_no
     seen.clear()
     assert on_ranks([one("data", "cache-a")] * 2, full=False) == [False] * 2
     assert sorted(seen) == [("cache-a", 0, 2, False), ("cache-a", 1, 2, False), ("data", 0, 2, False), ("data", 1, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        *((kind, [(0, 4), (1, 4), (2, 4), (3, 4)]) for kind in ("lustre", "gpfs", "nfs4", "fuse.juicefs")),
+        *((kind, [(0, 2), (0, 2), (1, 2), (1, 2)]) for kind in ("ext4", "btrfs", "zfs", "overlay", "tmpfs", "fuse.squashfuse", None)),
+    ],
+)
+def test_nodes_share_the_work_on_a_network_file_system_and_on_no_other(tmp_path, byte_tokenizer, monkeypatch, kind, parts):
+    """Lustre has a device number like a disk's: every node hashed all data. btrfs and zfs have none, and a copy of a disk was taken for the disk."""
+    path, seen = write(tmp_path / "data", byte_tokenizer, [20] * 60), []
+    process = tmp_path / "process"
+    process.mkdir()
+    if kind:  # else the kernel does not say
+        with open(path / "manifest.json") as file:
+            facts = Path(f"/proc/self/fdinfo/{file.fileno()}").read_text()
+        number = facts.partition("mnt_id:")[2].split()[0]
+        mounts = [f"{number}7 1 0:9 / / rw - ext4 /dev/vda rw", f"{number} 1 0:9 / /my\\040data rw shared:1 - {kind} /dev/{kind} rw,lazystatfs"]
+        (process / "mountinfo").write_text("\n".join(mounts) + "\n")
+        (process / "fdinfo").symlink_to("/proc/self/fdinfo")
+    monkeypatch.setattr(data_of_all_ranks, "_file_system", partial(data_of_all_ranks._file_system, process=process))
+    names = iter(["node-a", "node-a", "node-b", "node-b"])
+    monkeypatch.setattr("pretrain.data.data_of_all_ranks.socket.gethostname", lambda: next(names))
+    monkeypatch.setattr(PreparedData, "verify", lambda self, part, parts, **_: seen.append((part, parts)))
+    assert on_ranks([stream_of(opened(path)) for _ in range(4)]) == [True] * 4
+    assert sorted(seen) == parts
 
 
 def hashing_for_long(seconds: float, config_file: str, *overrides: str) -> tuple[int, str]:

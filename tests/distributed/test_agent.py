@@ -70,12 +70,61 @@ def test_only_what_this_start_has_written_says_that_a_run_was_stopped(tmp_path):
     (tmp_path / "a.yaml").write_text(f"run: {{dir: {tmp_path}/runs}}\n")
     file = tmp_path / "runs" / "a" / "status.json"
     file.write_text('{"state": "preempted", "step": 3}')
-    status = agent._Status(["--config", str(tmp_path / "a.yaml")])
+    status = agent.LeftByRun(["--config", str(tmp_path / "a.yaml")])
     assert not status.is_stopped()
     for state, is_stopped in (("running", False), ("preempted", True), ("finished", False)):
         file.write_text(json.dumps({"state": state, "step": 5}))
         assert status.is_stopped() is is_stopped
-    assert not agent._Status(["--config", str(tmp_path / "none.yaml")]).is_stopped()
+    assert not agent.LeftByRun(["--config", str(tmp_path / "none.yaml")]).is_stopped()
+
+
+A_RUN_THAT_FAILS = """
+import os, pathlib, sys
+folder = pathlib.Path(sys.argv[2]).parent / "runs" / "fails"
+(folder / "starts" / os.environ["TORCHELASTIC_RESTART_COUNT"]).mkdir(parents=True)
+step = 10 * min(len(list((folder / "starts").iterdir())), 2)  # the third start gains nothing
+checkpoints = folder / "checkpoints"
+(checkpoints / f"step-{step:08d}").mkdir(exist_ok=True)
+(checkpoints / f"step-{step:08d}" / "manifest.json").touch()
+(checkpoints / f"step-{step + 1:08d}").mkdir(exist_ok=True)  # not complete
+sys.exit(3)
+"""
+
+
+def test_only_restarts_without_a_new_checkpoint_are_counted(tmp_path):
+    """The fourth failure of a run ended it, after however many weeks, and its exit code was that of a run that never trained."""
+    run = tmp_path / "runs" / "fails"
+    (run / "checkpoints" / "step-00000000").mkdir(parents=True)  # of an earlier start: no progress
+    (run / "checkpoints" / "step-00000000" / "manifest.json").touch()
+    (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: fails}}\n")
+    (tmp_path / "run.py").write_text(A_RUN_THAT_FAILS)
+    words = [sys.executable, AGENT, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=f"]
+    words += ["--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--monitor-interval=0.1"]
+    words += [tmp_path / "run.py", "--config", tmp_path / "run.yaml"]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+    assert "ended with exit code 3; its last lines say why" in done.stderr
+    assert sorted(int(start.name) for start in (run / "starts").iterdir()) == [0, 1, 2], done.stderr
+    assert done.returncode == agent.GAINED
+
+
+def test_a_failure_is_told_from_one_after_a_new_checkpoint(tmp_path):
+    (tmp_path / "a.yaml").write_text(f"run: {{dir: {tmp_path}/runs}}\n")
+    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
+
+    def complete(name: str) -> None:
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "manifest.json").touch()
+
+    complete("step-00000007")
+    left = agent.LeftByRun(["--config", str(tmp_path / "a.yaml")])
+    (checkpoints / "step-00000009").mkdir()  # not complete
+    for name in (".writing-step-00000010", "damaged-step-00000011", "step-00000006"):
+        complete(name)
+    assert (left.newest, left.has_new_checkpoint(), left.code_of_failure()) == (7, False, 1)
+    complete("step-00000008")
+    assert (left.has_new_checkpoint(), left.has_new_checkpoint(), left.code_of_failure()) == (True, False, agent.GAINED)
+    assert agent.LeftByRun(["--config", str(tmp_path / "none.yaml")]).newest == -1
 
 
 def test_where_the_system_does_not_say_who_has_children_no_run_is_ended(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from running import tool
 
-from pretrain.distributed.agent import STOPPED
+from pretrain.distributed.agent import GAINED, STOPPED
 from pretrain.errors import LaunchError
 from pretrain.launching.targets import Launch, filled, read_target, target_names
 
@@ -126,12 +126,25 @@ def test_a_range_of_nodes_is_what_the_place_understands_or_is_refused():
     assert job["spec"]["completions"] == 4 and job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     assert {"name": "NODES", "value": "2:4"} in job["spec"]["template"]["spec"]["containers"][0]["env"]
     assert "successPolicy" not in rendered("kubernetes", Launch(CONFIG, 4, 8))[0][1]["spec"]
-    ignored = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
-    assert {"operator": "In", "values": [STOPPED]} in [rule.get("onExitCodes") for rule in ignored]
     assert "--nodes=2-4" in rendered("slurm", launch)[1]
     for target in GIVEN.keys() - {"kubernetes", "slurm", "ssh"}:
         with pytest.raises(LaunchError, match=f"--nodes 2:4: {target} takes no range.* --target kubernetes, slurm, ssh"):
             rendered(target, launch)
+
+
+def test_kubernetes_counts_the_failures_of_each_pod_and_none_after_a_new_checkpoint():
+    """backoffLimit counted the pods: a failure of a run of 11 pods or more ended its Job, whatever it had gained."""
+    again = {"operator": "In", "values": [STOPPED, GAINED]}
+    [_, job], _ = rendered("kubernetes", Launch(CONFIG, 16, 8), restarts=4)
+    spec = job["spec"]
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (4, 0) and "backoffLimit" not in spec
+    assert {"action": "Ignore", "onExitCodes": again} in spec["podFailurePolicy"]["rules"]
+    [job_set], _ = rendered("kubernetes-jobset", Launch(CONFIG, 16, 8), restarts=4)
+    (rule,) = job_set["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
+    [group] = job_set["spec"]["replicatedJobs"]
+    assert group["template"]["spec"]["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": again}]
+    assert job_set["spec"]["failurePolicy"]["maxRestarts"] == 4
 
 
 # ---- what is started ---------------------------------------------------------------------------------------------------------

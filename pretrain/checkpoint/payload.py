@@ -282,7 +282,7 @@ def _check_tensors(metadata: Metadata, path: Path) -> None:
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
         if not isinstance(getattr(item.properties, "dtype", None), torch.dtype):
             raise CheckpointError(f"{path}: refused: {name} has no number format")
-        if not _make_whole(item):
+        if not make_whole(item):
             raise CheckpointError(f"{path}: refused: the pieces of {name} do not make the whole of it")
 
 
@@ -290,7 +290,7 @@ _CUT_AT_MOST = 8
 """Dimensions along which a tensor is cut. Layouts cut two or three; a hostile file may not make work without end."""
 
 
-def _make_whole(item: TensorStorageMetadata) -> bool:
+def make_whole(item: TensorStorageMetadata) -> bool:
     """Whether the pieces of a tensor cover each element exactly once.
 
     Corners decide it, in a time that grows with the number of pieces and not with its square. Each box has a sign at each of its corners,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import shutil
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,6 +34,8 @@ from pretrain.errors import CheckpointError
 from pretrain.storage import copy_tree, flush, make_directory, plain, rename_into_place
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Saving:
         else:
             options = {"single_file_per_rank": True, "sync_files": True, "thread_count": 1}
             self.writer, self.planner = dcp.FileSystemWriter(self.writing, **options), HoldingPlanner()
+        # The ranks pack what they exchange outside of the exchange, in which they wait with a limit. A process that is alone packs nothing.
+        self.pack, self.unpack = (_same, _same) if ranks.control is None else (pickle.dumps, pickle.loads)
         self.results: list[WriteResult] = []
         self.hashes: dict[str, dict[str, Any]] = {}
         self.problem: CheckpointError | None = CheckpointError("its files were not written to the end")
@@ -100,10 +105,17 @@ class Saving:
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:
-        plans = self.ranks.collect("plans of a checkpoint", own)
-        shared = self.ranks.attempt("plan of all ranks", lambda: plans and self._plan_all(plans), CheckpointError)
-        self.agreed.share = self.ranks.hand_out("shares of a checkpoint", shared)
+        self.agreed.own = None  # whatever fails from here on
+        plans = self.ranks.collect("plans of a checkpoint", self.pack(own))
+        shares = self._on_main("plan of all ranks", lambda: self._plan_all(plans))
+        self.agreed.share = self.unpack(self.ranks.hand_out("shares of a checkpoint", shares))
         self.agreed.own = own
+
+    def _on_main(self, name: str, action: Callable[[], T]) -> T | None:
+        """What `action`, which may take the main rank minutes, returns there; None elsewhere."""
+        return self.ranks.attempt(
+            name, lambda: self.ranks.while_alive(name, lambda: action() if self.ranks.is_main else None), CheckpointError
+        )
 
     def _plan_own(self) -> SavePlan:
         meta = self.writer.storage_meta()
@@ -111,12 +123,9 @@ class Saving:
         self.writer.set_up_storage_writer(self.ranks.is_main)
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
-        try:
-            plans, self.agreed.metadata = self.planner.create_global_plan(plans)
-        except ValueError as error:  # torch: the parts of a tensor do not make the whole of it
-            raise CheckpointError(str(error).splitlines()[0]) from error
-        return self.writer.prepare_global_plan(plans)
+    def _plan_all(self, packed: list[Any]) -> list[Any]:
+        shares, self.agreed.metadata = self.planner.create_global_plan([self.unpack(plan) for plan in packed])
+        return [self.pack(share) for share in self.writer.prepare_global_plan(shares)]
 
     def hold(self, copies: HostCopies) -> None:
         """Copy what this rank writes to the host's memory."""
@@ -245,6 +254,10 @@ def write_alone(
     except OSError as error:
         named = Path(error.filename) if error.filename else output
         raise CheckpointError(f"{named if named in output.parents else output}: {error.strerror or error}") from error
+
+
+def _same(value: T) -> T:
+    return value
 
 
 def _start(writing: Path) -> None:

@@ -40,14 +40,18 @@ T = TypeVar("T")
 
 @dataclass
 class AgreedPlan:
-    """Which rank writes what. Kept from one save to the next, because the main rank finds it for all: of 1,024 ranks that takes minutes."""
+    """Which rank writes what, and where. Kept from one save to the next, because the main rank finds it for all: of 1,024 ranks that takes minutes."""
 
     own: SavePlan | None = None
     """What this rank has."""
     share: SavePlan | None = None
     """What of that it writes."""
+    results: list[WriteResult] | None = None
+    """The places where it has written that."""
     metadata: Metadata | None = None
-    """The table of contents, without the places in files; on the main rank only."""
+    """The table of contents without places, from the plan to the first save; on the main rank only."""
+    contents: bytes | None = None
+    """`.metadata` with the `results` of all ranks; on the main rank only. It is not kept as objects, which Python would search for cycles."""
 
 
 class Saving:
@@ -105,7 +109,7 @@ class Saving:
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:
-        self.agreed.own = None  # whatever fails from here on
+        self.agreed.own = self.agreed.results = None  # whatever fails from here on
         plans = self.ranks.collect("plans of a checkpoint", self.pack(own))
         shares = self._on_main("plan of all ranks", lambda: self._plan_all(plans))
         self.agreed.share = self.unpack(self.ranks.hand_out("shares of a checkpoint", shares))
@@ -178,11 +182,21 @@ class Saving:
         """Wait until all is written, and make the checkpoint visible; the sha256 of its manifest."""
         with self._cleaned():
             self.ranks.attempt("payload of a checkpoint", self._wait, CheckpointError, storage=True)
-            hashes = {name: h for part in self.ranks.gather("hashes of a checkpoint", self.hashes) for name, h in part.items()}
-            results = self.ranks.collect("contents of a checkpoint", self.results)
-            return self.ranks.on_main(
-                "commit of a checkpoint", lambda: self._commit(hashes, results), CheckpointError, storage=True
-            )
+            hashes = self.ranks.collect("hashes of a checkpoint", self.hashes)
+            if self.ranks.largest("comparison of a checkpoint's contents", int(self.results != self.agreed.results)):
+                self._agree_on_contents()
+            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(hashes), CheckpointError, storage=True)
+
+    def _agree_on_contents(self) -> None:
+        self.agreed.results = None  # whatever fails from here on
+        results = self.ranks.collect("places of a checkpoint", self.pack(self.results))
+        contents = self._on_main("contents of a checkpoint", lambda: self._list_contents(results))
+        self.agreed.metadata, self.agreed.contents, self.agreed.results = None, contents, self.results
+
+    def _list_contents(self, packed: list[Any]) -> bytes:
+        metadata = self.agreed.metadata or pickle.loads(self.agreed.contents)
+        self.writer.finish(metadata, [self.unpack(results) for results in packed])
+        return (self.writing / files.METADATA).read_bytes()
 
     def _wait(self) -> None:
         if self.thread is not None:
@@ -190,10 +204,13 @@ class Saving:
         if self.problem is not None:
             raise self.problem
 
-    def _commit(self, hashes: dict[str, dict[str, Any]], results: list[list[WriteResult]]) -> str:
-        self.writer.finish(self.agreed.metadata, results)
-        self.agreed.metadata.storage_data = None
-        return _commit(self.writing, self.target, hashes, self.state, self.attachments)
+    def _commit(self, hashes: list[dict[str, dict[str, Any]]]) -> str:
+        contents = self.writing / files.METADATA
+        # If all lies where it lay at an earlier save, that save's bytes serve again. They name its folder, which nobody reads.
+        if not contents.exists():
+            contents.write_bytes(self.agreed.contents)
+        listed = {name: described for part in hashes for name, described in part.items()}
+        return _commit(self.writing, self.target, listed, self.state, self.attachments)
 
     @contextmanager
     def _cleaned(self) -> Iterator[None]:

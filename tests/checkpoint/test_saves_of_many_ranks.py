@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from running import run_main
-from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from running import run_directory, run_main, state_of
+from torch.distributed.checkpoint import FileSystemWriter, default_planner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from pretrain.checkpoint import files
+from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.planners import HoldingPlanner
-from pretrain.distributed.ranks import Ranks
+from pretrain.checkpoint.save import AgreedPlan, Saving
+from pretrain.distributed.ranks import ALONE, Ranks
 from pretrain.errors import CheckpointError
 
 SHORT = ("run.steps=3", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 1, keep_last: 0, export_check: false}")
@@ -59,3 +64,50 @@ def test_the_ranks_wait_for_the_plan_of_all_as_long_as_it_takes(pool, config_fil
     """They waited `parallel.timeout_seconds`, and thousands of ranks ended at each first save."""
     for code, names in pool.launch(2, counted, str(config_file), *SHORT, "run.steps=1", "parallel.strategy=fsdp"):
         assert code == 0 and names.count("plan of all ranks") == 1
+
+
+def contents_made(config_file: str, *overrides: str) -> tuple[int, list[str], int]:
+    """A run's exit code, the folders for which a table of contents was made, and the most tables that Python could find after a save."""
+    real, made, kept = FileSystemWriter.finish, [], []
+    finish = Saving.finish
+
+    def after(self: Saving) -> str:
+        manifest = finish(self)
+        kept.append(sum(isinstance(thing, Metadata) for thing in gc.get_objects()))
+        return manifest
+
+    with (
+        patch.object(FileSystemWriter, "finish", lambda self, *rest: made.append(self.path.name) or real(self, *rest)),
+        patch.object(Saving, "finish", after),
+    ):
+        return run_main(config_file, *overrides)[0], made, max(kept)
+
+
+def test_the_table_of_contents_is_made_once_and_not_kept_as_objects(pool, config_file):
+    """The main rank made it at each save while the others waited, and Python searched its objects for cycles every 50 steps."""
+    ranks = pool.launch(2, contents_made, str(config_file), *SHORT, "parallel.strategy=fsdp")
+    assert ranks == [(0, [".writing-step-00000001"], 0), (0, [], 0)]
+    run = run_directory(config_file)
+    for step in (1, 2, 3):
+        files.verify(run / "checkpoints" / files.step_name(step))
+    states = [state_of(run, step) for step in (1, 2, 3)]
+    assert states[0].keys() == states[2].keys() and not torch.equal(*(s["model.embedding.weight"] for s in states[1:]))
+
+
+def saved(target: Path, agreed: AgreedPlan, value: float, number: int = 1) -> dict[str, torch.Tensor]:
+    """What is read back of a save of two tensors that lie in so many files."""
+    saving = Saving(target, {name: torch.full((3, 4), value) for name in ("v", "w")}, {}, {}, ALONE, agreed=agreed)
+    saving.writer.thread_count = number
+    saving.begin()
+    saving.write_now()
+    saving.finish()
+    files.verify(target)
+    return Payload(target).read_all("")
+
+
+def test_tensors_that_lie_elsewhere_than_at_the_save_before_are_listed_anew(tmp_path):
+    agreed = AgreedPlan()
+    for step, in_files in enumerate([1, 1, 2, 2, 1]):
+        target = tmp_path / files.step_name(step)
+        assert all(torch.equal(tensor, torch.full((3, 4), float(step))) for tensor in saved(target, agreed, float(step), in_files).values())
+        assert len(list(target.glob("*.distcp"))) == in_files

@@ -6,8 +6,10 @@ main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  f
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import pickle
 import shutil
 import tempfile
@@ -36,6 +38,9 @@ from pretrain.storage import copy_tree, flush, make_directory, plain, rename_int
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOK_AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Pauses of the main rank before it looks again for a file that another rank has written."""
 
 
 @dataclass
@@ -159,11 +164,12 @@ class Saving:
         try:
             if self.host_copies is not None:
                 self.host_copies.wait()
-            done = self.writer.write_data(self.plan, self.planner)
-            done.wait()
-            self.results = done.value()
+            if self.plan.items:  # torch would leave an empty file, which no result names
+                self.results = self.writer.write_data(self.plan, self.planner).wait()
             self.planner.release()
-            self.hashes = {path.name: _flushed(path) for path in sorted(self.writing.glob(f"__{self.ranks.rank}_*"))}
+            # Not from a listing of the folder, to which thousands of other ranks are adding their files.
+            names = {result.storage_data.relative_path for result in self.results}
+            self.hashes = {name: _flushed(self.writing / name) for name in sorted(names)}
             self.problem = None
         except CheckpointError as error:
             self.problem = error
@@ -315,13 +321,31 @@ def _flushed(path: Path) -> dict[str, Any]:
     return files.describe_file(path)
 
 
+def _arrives(path: Path, size: int) -> bool:
+    """Whether a file that another rank has written has its size here. For some seconds, NFS may say what it knew of it before."""
+    for seconds in LOOK_AGAIN_SECONDS:
+        if _size_of(path) == size:
+            return True
+        time.sleep(seconds)
+    return _size_of(path) == size
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # NFS asks the server when a file is opened
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None
+        raise
+
+
 def _commit(
     writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path | str]
 ) -> str:
     hashes = hashes | _write_attachments(writing, state, attachments)
     for name, expected in hashes.items():
-        path = writing / name
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+        if not _arrives(writing / name, expected["bytes"]):
             raise CheckpointError(
                 f"{name} of another rank is not visible here; the run directory must be on storage shared by all nodes"
             )

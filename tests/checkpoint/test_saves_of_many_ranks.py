@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter, default_planner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from pretrain.checkpoint import files
+from pretrain.checkpoint import files, save
 from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.planners import HoldingPlanner
 from pretrain.checkpoint.save import AgreedPlan, Saving
@@ -111,3 +111,39 @@ def test_tensors_that_lie_elsewhere_than_at_the_save_before_are_listed_anew(tmp_
         target = tmp_path / files.step_name(step)
         assert all(torch.equal(tensor, torch.full((3, 4), float(step))) for tensor in saved(target, agreed, float(step), in_files).values())
         assert len(list(target.glob("*.distcp"))) == in_files
+
+
+def test_a_checkpoint_has_the_files_that_were_written_and_no_others_of_the_folder(tmp_path):
+    """Each rank listed the folder: names of all ranks times the number of ranks."""
+    saving = Saving(tmp_path / "step-00000001", {"w": torch.ones(3)}, {}, {}, ALONE)
+    saving.begin()
+    (saving.writing / "__0_9.distcp").write_bytes(b"of somebody else")
+    saving.write_now()
+    saving.finish()
+    assert sorted(files.read_manifest(saving.target)) == [".metadata", "__0_0.distcp", "state.json"]
+
+
+@pytest.mark.parametrize("late", ["short", "missing"])
+def test_the_main_rank_waits_some_seconds_for_a_file_that_it_does_not_see_as_it_was_written(tmp_path, monkeypatch, late):
+    """NFS may say for 3 seconds how large a file was when the main rank looked before. That ended the run."""
+    saving = Saving(tmp_path / "step-00000001", {"w": torch.ones(3)}, {}, {}, ALONE)
+    saving.begin()
+    saving.write_now()
+    path, slept = saving.writing / "__0_0.distcp", []
+    content = path.read_bytes()
+    path.unlink() if late == "missing" else path.write_bytes(content[:10])
+    monkeypatch.setattr(save.time, "sleep", lambda seconds: slept.append(seconds) or len(slept) < 3 or path.write_bytes(content))
+    saving.finish()
+    files.verify(saving.target)
+    assert 3 <= sum(slept) <= 10
+
+
+def test_a_file_that_stays_invisible_ends_the_save(tmp_path, monkeypatch):
+    saving = Saving(tmp_path / "step-00000001", {"w": torch.ones(3)}, {}, {}, ALONE)
+    saving.begin()
+    saving.write_now()
+    (saving.writing / "__0_0.distcp").unlink()
+    monkeypatch.setattr(save.time, "sleep", lambda seconds: None)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp of another rank is not visible here; the run directory must be on storage shared"):
+        saving.finish()
+    assert not list(tmp_path.iterdir())

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from running import run_directory, run_main, state_of
+from running import run_directory, run_main, state_of, train
+from test_damage import rewrite_state
 from torch.distributed.checkpoint import FileSystemWriter, default_planner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from pretrain.checkpoint import files, save
+from pretrain.checkpoint import files, payload, save
 from pretrain.checkpoint.payload import Payload
 from pretrain.checkpoint.planners import HoldingPlanner
 from pretrain.checkpoint.save import AgreedPlan, Saving
@@ -147,3 +155,38 @@ def test_a_file_that_stays_invisible_ends_the_save(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp of another rank is not visible here; the run directory must be on storage shared"):
         saving.finish()
     assert not list(tmp_path.iterdir())
+
+
+def readings(config_file: str, *overrides: str) -> tuple[int, str, int]:
+    """A run's exit code, what it printed, and how often it read a table of contents."""
+    real, reads = payload.read_metadata, []
+    with patch.object(payload, "read_metadata", lambda directory: reads.append(1) or real(directory)):
+        return *run_main(config_file, *overrides), len(reads)
+
+
+def test_a_resume_reads_the_table_of_contents_once_and_twice_where_an_older_state_does_not_say_what_it_has(pool, config_file):
+    """The main rank read gigabytes while the others waited, to ask whether there is a state of the optimizer."""
+    overrides = (*SHORT, "run.steps=1")
+    checkpoint = train(pool, 1, config_file, *overrides) / "checkpoints" / "step-00000001"
+    [(code, printed, reads)] = pool.launch(1, readings, str(config_file), *SHORT, "run.steps=2")
+    assert code == 0 and reads == 1 and "step-00000001: step 1" in printed
+    rewrite_state(checkpoint, lambda state: state.pop("has_optimizer"))
+    [(code, printed, reads)] = pool.launch(1, readings, str(config_file), *SHORT, f"run.resume={checkpoint}", "run.name=other")
+    assert code == 0 and reads == 2 and "step-00000001: step 1" in printed
+
+
+def test_python_searches_for_no_cycles_while_it_reads_a_table_of_contents(tmp_path):
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 4])) for row in range(3000)]
+    table = Metadata({"model.w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([3000, 4]), chunks)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
+    searches = []
+    gc.callbacks.append(lambda phase, info: searches.append(phase))
+    try:
+        read = payload.read_metadata(tmp_path)
+        found = len(searches)
+        (tmp_path / ".metadata").write_bytes(b"nothing")
+        with pytest.raises(CheckpointError, match="refused"):
+            payload.read_metadata(tmp_path)
+    finally:
+        gc.callbacks.pop()
+    assert read == table and found <= 2 and gc.isenabled()  # begin and end of one, when all is read

@@ -153,6 +153,7 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (dict,), "identity": (dict,), "layout": (str,), "record": (dict,), "loads": (list,), "timeline": (list,), "parent": (dict,),
     "skipped": (int,), "skipped_in_a_row": (int,), "useful_seconds": (int, float),
+    "has_optimizer": (bool,),
 }  # fmt: skip
 
 

@@ -13,11 +13,13 @@ is refused.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -239,15 +241,35 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        # Equal ones are one object: each part has its size, and its place three times, and so have weights and moments.
+        self.size = functools.cache(torch.Size)
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
+        if (module, name) == ("torch", "Size"):
+            return self.size
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python searches for unreachable cycles whenever many objects were made. Millions are made here, in no cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_collections()
 def read_metadata(directory: Path) -> Metadata:
     """DCP's metadata of a checkpoint directory. Raises CheckpointError for a missing, broken or hostile file."""
     path = directory / METADATA
@@ -268,10 +290,14 @@ def read_metadata(directory: Path) -> Metadata:
 def _check_places(metadata: Metadata, path: Path) -> None:
     if not isinstance(metadata.storage_data or {}, dict):
         raise CheckpointError(f"{path}: refused: it has no table of places")
+    good: set[str] = set()  # a file has the parts of many tensors
     for stored in (metadata.storage_data or {}).values():
         file = getattr(stored, "relative_path", None)
+        if isinstance(file, str) and file in good:
+            continue
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise CheckpointError(f"{path}: refused: it names a file that is not in the checkpoint: {file}")
+        good.add(file)
 
 
 def _check_tensors(metadata: Metadata, path: Path) -> None:
@@ -282,7 +308,7 @@ def _check_tensors(metadata: Metadata, path: Path) -> None:
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
         if not isinstance(getattr(item.properties, "dtype", None), torch.dtype):
             raise CheckpointError(f"{path}: refused: {name} has no number format")
-        if not _make_whole(item):
+        if not make_whole(item):
             raise CheckpointError(f"{path}: refused: the pieces of {name} do not make the whole of it")
 
 
@@ -290,7 +316,7 @@ _CUT_AT_MOST = 8
 """Dimensions along which a tensor is cut. Layouts cut two or three; a hostile file may not make work without end."""
 
 
-def _make_whole(item: TensorStorageMetadata) -> bool:
+def make_whole(item: TensorStorageMetadata) -> bool:
     """Whether the pieces of a tensor cover each element exactly once.
 
     Corners decide it, in a time that grows with the number of pieces and not with its square. Each box has a sign at each of its corners,

@@ -6,6 +6,7 @@ which starts from them reads its own rows and little more.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,18 +15,39 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from pretrain.checkpoint.payload import make_whole
+from pretrain.errors import CheckpointError
 
 # A tensor that is written by itself is cut into so many pieces at most. None but the last is smaller than that.
 PIECES, PIECE_BYTES = 64, 2**20
 FILE_BYTES = 4 * 10**9  # of a payload file that is written tensor by tensor
 
 
-class HoldingPlanner(dcp.DefaultSavePlanner):
+class _LinearPlanner(dcp.DefaultSavePlanner):
+    """torch's planner, which would compare each part of a tensor with each other part: half an hour for thousands of ranks."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what, and the table of contents. Raises CheckpointError where the parts of a tensor overlap, or leave some of it out."""
+        shares, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+        for name, item in metadata.state_dict_metadata.items():
+            if not make_whole(item):
+                raise CheckpointError(
+                    f"the parts of {name} that the ranks hold do not make the whole of it; please report this layout"
+                )
+        paths: dict[str, Any] = {}
+        for share in reversed(shares):  # the first rank's count, and the file has always had this order
+            paths |= share.planner_data or {}
+        return shares, dataclasses.replace(metadata, planner_data=paths if self.flatten_state_dict else None)
+
+
+class HoldingPlanner(_LinearPlanner):
     """A plan to write tensors as they are when they are written, or as they were when they were held."""
 
     def __init__(self) -> None:
@@ -41,7 +63,7 @@ class HoldingPlanner(dcp.DefaultSavePlanner):
         self.held, self.state_dict = {}, {}
 
 
-class StreamingPlanner(dcp.DefaultSavePlanner):
+class StreamingPlanner(_LinearPlanner):
     """A plan to write tensors that are not there yet: the state dict holds their shapes, on the meta device.
 
     `read` gives the value of one by name. It is asked for them in the order of the state dict, several times in a row for one.

@@ -6,8 +6,11 @@ main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  f
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
+import pickle
 import shutil
 import tempfile
 import threading
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,17 +37,26 @@ from pretrain.storage import copy_tree, flush, make_directory, plain, rename_int
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LOOK_AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Pauses of the main rank before it looks again for a file that another rank has written."""
+
 
 @dataclass
 class AgreedPlan:
-    """Which rank writes what. Kept from one save to the next, because the main rank finds it for all: of 1,024 ranks that takes minutes."""
+    """Which rank writes what, and where. Kept from one save to the next, because the main rank finds it for all: of 1,024 ranks that takes minutes."""
 
     own: SavePlan | None = None
     """What this rank has."""
     share: SavePlan | None = None
     """What of that it writes."""
+    results: list[WriteResult] | None = None
+    """The places where it has written that."""
     metadata: Metadata | None = None
-    """The table of contents, without the places in files; on the main rank only."""
+    """The table of contents without places, from the plan to the first save; on the main rank only."""
+    contents: bytes | None = None
+    """`.metadata` with the `results` of all ranks; on the main rank only. It is not kept as objects, which Python would search for cycles."""
 
 
 class Saving:
@@ -79,6 +91,8 @@ class Saving:
         else:
             options = {"single_file_per_rank": True, "sync_files": True, "thread_count": 1}
             self.writer, self.planner = dcp.FileSystemWriter(self.writing, **options), HoldingPlanner()
+        # The ranks pack what they exchange outside of the exchange, in which they wait with a limit. A process that is alone packs nothing.
+        self.pack, self.unpack = (_same, _same) if ranks.control is None else (pickle.dumps, pickle.loads)
         self.results: list[WriteResult] = []
         self.hashes: dict[str, dict[str, Any]] = {}
         self.problem: CheckpointError | None = CheckpointError("its files were not written to the end")
@@ -100,10 +114,17 @@ class Saving:
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:
-        plans = self.ranks.collect("plans of a checkpoint", own)
-        shared = self.ranks.attempt("plan of all ranks", lambda: plans and self._plan_all(plans), CheckpointError)
-        self.agreed.share = self.ranks.hand_out("shares of a checkpoint", shared)
+        self.agreed.own = self.agreed.results = None  # whatever fails from here on
+        plans = self.ranks.collect("plans of a checkpoint", self.pack(own))
+        shares = self._on_main("plan of all ranks", lambda: self._plan_all(plans))
+        self.agreed.share = self.unpack(self.ranks.hand_out("shares of a checkpoint", shares))
         self.agreed.own = own
+
+    def _on_main(self, name: str, action: Callable[[], T]) -> T | None:
+        """What `action`, which may take the main rank minutes, returns there; None elsewhere."""
+        return self.ranks.attempt(
+            name, lambda: self.ranks.while_alive(name, lambda: action() if self.ranks.is_main else None), CheckpointError
+        )
 
     def _plan_own(self) -> SavePlan:
         meta = self.writer.storage_meta()
@@ -111,12 +132,9 @@ class Saving:
         self.writer.set_up_storage_writer(self.ranks.is_main)
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
-        try:
-            plans, self.agreed.metadata = self.planner.create_global_plan(plans)
-        except ValueError as error:  # torch: the parts of a tensor do not make the whole of it
-            raise CheckpointError(str(error).splitlines()[0]) from error
-        return self.writer.prepare_global_plan(plans)
+    def _plan_all(self, packed: list[Any]) -> list[Any]:
+        shares, self.agreed.metadata = self.planner.create_global_plan([self.unpack(plan) for plan in packed])
+        return [self.pack(share) for share in self.writer.prepare_global_plan(shares)]
 
     def hold(self, copies: HostCopies) -> None:
         """Copy what this rank writes to the host's memory."""
@@ -146,11 +164,12 @@ class Saving:
         try:
             if self.host_copies is not None:
                 self.host_copies.wait()
-            done = self.writer.write_data(self.plan, self.planner)
-            done.wait()
-            self.results = done.value()
+            if self.plan.items:  # torch would leave an empty file, which no result names
+                self.results = self.writer.write_data(self.plan, self.planner).wait()
             self.planner.release()
-            self.hashes = {path.name: _flushed(path) for path in sorted(self.writing.glob(f"__{self.ranks.rank}_*"))}
+            # Not from a listing of the folder, to which thousands of other ranks are adding their files.
+            names = {result.storage_data.relative_path for result in self.results}
+            self.hashes = {name: _flushed(self.writing / name) for name in sorted(names)}
             self.problem = None
         except CheckpointError as error:
             self.problem = error
@@ -169,11 +188,21 @@ class Saving:
         """Wait until all is written, and make the checkpoint visible; the sha256 of its manifest."""
         with self._cleaned():
             self.ranks.attempt("payload of a checkpoint", self._wait, CheckpointError, storage=True)
-            hashes = {name: h for part in self.ranks.gather("hashes of a checkpoint", self.hashes) for name, h in part.items()}
-            results = self.ranks.collect("contents of a checkpoint", self.results)
-            return self.ranks.on_main(
-                "commit of a checkpoint", lambda: self._commit(hashes, results), CheckpointError, storage=True
-            )
+            hashes = self.ranks.collect("hashes of a checkpoint", self.hashes)
+            if self.ranks.largest("comparison of a checkpoint's contents", int(self.results != self.agreed.results)):
+                self._agree_on_contents()
+            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(hashes), CheckpointError, storage=True)
+
+    def _agree_on_contents(self) -> None:
+        self.agreed.results = None  # whatever fails from here on
+        results = self.ranks.collect("places of a checkpoint", self.pack(self.results))
+        contents = self._on_main("contents of a checkpoint", lambda: self._list_contents(results))
+        self.agreed.metadata, self.agreed.contents, self.agreed.results = None, contents, self.results
+
+    def _list_contents(self, packed: list[Any]) -> bytes:
+        metadata = self.agreed.metadata or pickle.loads(self.agreed.contents)
+        self.writer.finish(metadata, [self.unpack(results) for results in packed])
+        return (self.writing / files.METADATA).read_bytes()
 
     def _wait(self) -> None:
         if self.thread is not None:
@@ -181,10 +210,13 @@ class Saving:
         if self.problem is not None:
             raise self.problem
 
-    def _commit(self, hashes: dict[str, dict[str, Any]], results: list[list[WriteResult]]) -> str:
-        self.writer.finish(self.agreed.metadata, results)
-        self.agreed.metadata.storage_data = None
-        return _commit(self.writing, self.target, hashes, self.state, self.attachments)
+    def _commit(self, hashes: list[dict[str, dict[str, Any]]]) -> str:
+        contents = self.writing / files.METADATA
+        # If all lies where it lay at an earlier save, that save's bytes serve again. They name its folder, which nobody reads.
+        if not contents.exists():
+            contents.write_bytes(self.agreed.contents)
+        listed = {name: described for part in hashes for name, described in part.items()}
+        return _commit(self.writing, self.target, listed, self.state, self.attachments)
 
     @contextmanager
     def _cleaned(self) -> Iterator[None]:
@@ -247,6 +279,10 @@ def write_alone(
         raise CheckpointError(f"{named if named in output.parents else output}: {error.strerror or error}") from error
 
 
+def _same(value: T) -> T:
+    return value
+
+
 def _start(writing: Path) -> None:
     files.remove(writing)
     make_directory(writing.parent)
@@ -285,13 +321,31 @@ def _flushed(path: Path) -> dict[str, Any]:
     return files.describe_file(path)
 
 
+def _arrives(path: Path, size: int) -> bool:
+    """Whether a file that another rank has written has its size here. For some seconds, NFS may say what it knew of it before."""
+    for seconds in LOOK_AGAIN_SECONDS:
+        if _size_of(path) == size:
+            return True
+        time.sleep(seconds)
+    return _size_of(path) == size
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # NFS asks the server when a file is opened
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None
+        raise
+
+
 def _commit(
     writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path | str]
 ) -> str:
     hashes = hashes | _write_attachments(writing, state, attachments)
     for name, expected in hashes.items():
-        path = writing / name
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+        if not _arrives(writing / name, expected["bytes"]):
             raise CheckpointError(
                 f"{name} of another rank is not visible here; the run directory must be on storage shared by all nodes"
             )

@@ -130,7 +130,7 @@ class Continuation:
             self._check_finite(progress.step, tensors)
             # The file in the run directory is not used: somebody may be editing it for the next start.
             attachments = {"config.yaml": self.plan.written_config, **self.plan.data.attachments}
-            state, target = self._state(progress), self.directory.checkpoints / step_name(progress.step)
+            state, target = self._state(progress, tensors), self.directory.checkpoints / step_name(progress.step)
             saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
             with self._explained(progress.step):
                 saving.begin()
@@ -237,7 +237,7 @@ class Continuation:
                 good = f"{self.last} {'stays good' if os.path.exists(self.last / MANIFEST) else 'cannot be found'}"
             raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
+    def _state(self, progress: Progress, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {
             **dataclasses.asdict(progress),
             "world_size": self.ranks.world_size,
@@ -247,6 +247,7 @@ class Continuation:
             "parent": self._parent,
             "timeline": self._timeline,
             "torch": torch.__version__,
+            "has_optimizer": any(name.startswith("optim.") for name in tensors),
         }
 
     def _check_finite(self, step: int, tensors: dict[str, Tensor]) -> None:

@@ -136,7 +136,8 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
 
 def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:
     config, state, path = plan.config, choice.state, choice.path
-    if not Payload(path).names("optim."):
+    # Of thousands of ranks, the table of contents is gigabytes, and the others would wait for the main rank to read it.
+    if not state.get("has_optimizer") and not Payload(path).names("optim."):
         raise CheckpointError(f"{path} has weights only and cannot be resumed; use run.init_from={path} for a new run")
     if state.get("identity") is None or state.get("layout") is None:
         raise CheckpointError(

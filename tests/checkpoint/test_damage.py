@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from pretrain import storage
 from pretrain.checkpoint import files, save
-from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
+from pretrain.checkpoint.payload import Payload, make_whole, read_metadata
 from pretrain.checkpoint.retention import outdated, retire
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import ALONE
@@ -318,7 +318,7 @@ def test_pieces_that_do_not_cover_a_tensor_are_refused(run):
 def test_pieces_make_a_tensor_if_they_cover_each_element_once(size, pieces, good):
     """Sizes that add up are not enough: two pieces at one place left another as it was in memory."""
     chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(length)) for begin, length in pieces]
-    assert _make_whole(TensorStorageMetadata(TensorProperties(), torch.Size(size), chunks)) is good
+    assert make_whole(TensorStorageMetadata(TensorProperties(), torch.Size(size), chunks)) is good
 
 
 def test_pieces_that_overlap_are_refused(run):

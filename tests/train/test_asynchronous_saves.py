@@ -23,6 +23,7 @@ from running import run_directory, run_main, some_slow, state_of, train
 from pretrain.checkpoint import files, retention
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload
+from pretrain.checkpoint.planners import HoldingPlanner
 from pretrain.checkpoint.save import AgreedPlan, Saving
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
@@ -77,10 +78,10 @@ def test_a_save_beside_training_waits_for_nothing_that_training_has_queued(tmp_p
 
 def counted(config_file: str, *overrides: str) -> tuple[int, int, int]:
     """A run's exit code, how often its ranks agreed on who writes what, and how often its configuration was made YAML."""
-    agreed, written = dcp.DefaultSavePlanner.create_global_plan, plan.to_yaml
+    agreed, written = HoldingPlanner.create_global_plan, plan.to_yaml
     agreements, texts = [], []
     with (
-        patch.object(dcp.DefaultSavePlanner, "create_global_plan", lambda self, plans: agreements.append(1) or agreed(self, plans)),
+        patch.object(HoldingPlanner, "create_global_plan", lambda self, plans: agreements.append(1) or agreed(self, plans)),
         patch.object(plan, "to_yaml", lambda config: texts.append(1) or written(config)),
     ):
         return run_main(config_file, *overrides)[0], len(agreements), len(texts)

@@ -276,14 +276,16 @@ def read_metadata(directory: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
+        _check_places(metadata, path)
+        _check_tensors(metadata, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except Exception as error:  # a damaged pickle can raise anything
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything, and hold anything
         raise CheckpointError(f"{path}: refused: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
-    _check_places(metadata, path)
-    _check_tensors(metadata, path)
     return metadata
 
 

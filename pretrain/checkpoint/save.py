@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -191,7 +192,9 @@ class Saving:
             hashes = self.ranks.collect("hashes of a checkpoint", self.hashes)
             if self.ranks.largest("comparison of a checkpoint's contents", int(self.results != self.agreed.results)):
                 self._agree_on_contents()
-            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(hashes), CheckpointError, storage=True)
+            listed = {name: described for part in hashes or () for name, described in part.items()}
+            self._on_main("files of a checkpoint", lambda: _await_files(self.writing, listed))
+            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(listed), CheckpointError, storage=True)
 
     def _agree_on_contents(self) -> None:
         self.agreed.results = None  # whatever fails from here on
@@ -200,9 +203,11 @@ class Saving:
         self.agreed.metadata, self.agreed.contents, self.agreed.results = None, contents, self.results
 
     def _list_contents(self, packed: list[Any]) -> bytes:
+        """`.metadata`, as torch's FileSystemWriter.finish makes it. It is not written here: an interrupted save may leave this thread behind."""
         metadata = self.agreed.metadata or pickle.loads(self.agreed.contents)
-        self.writer.finish(metadata, [self.unpack(results) for results in packed])
-        return (self.writing / files.METADATA).read_bytes()
+        places = {result.index: result.storage_data for results in packed for result in self.unpack(results)}
+        of_torch = {"storage_meta": self.writer.storage_meta(), "version": CURRENT_DCP_VERSION}
+        return pickle.dumps(replace(metadata, storage_data=places, **of_torch))
 
     def _wait(self) -> None:
         if self.thread is not None:
@@ -210,13 +215,10 @@ class Saving:
         if self.problem is not None:
             raise self.problem
 
-    def _commit(self, hashes: list[dict[str, dict[str, Any]]]) -> str:
-        contents = self.writing / files.METADATA
+    def _commit(self, hashes: dict[str, dict[str, Any]]) -> str:
         # If all lies where it lay at an earlier save, that save's bytes serve again. They name its folder, which nobody reads.
-        if not contents.exists():
-            contents.write_bytes(self.agreed.contents)
-        listed = {name: described for part in hashes for name, described in part.items()}
-        return _commit(self.writing, self.target, listed, self.state, self.attachments)
+        (self.writing / files.METADATA).write_bytes(self.agreed.contents)
+        return _commit(self.writing, self.target, hashes, self.state, self.attachments)
 
     @contextmanager
     def _cleaned(self) -> Iterator[None]:
@@ -321,13 +323,17 @@ def _flushed(path: Path) -> dict[str, Any]:
     return files.describe_file(path)
 
 
-def _arrives(path: Path, size: int) -> bool:
-    """Whether a file that another rank has written has its size here. For some seconds, NFS may say what it knew of it before."""
-    for seconds in LOOK_AGAIN_SECONDS:
-        if _size_of(path) == size:
-            return True
-        time.sleep(seconds)
-    return _size_of(path) == size
+def _await_files(writing: Path, described: dict[str, dict[str, Any]]) -> None:
+    """Wait until what all ranks have written is seen here. For some seconds, NFS may say what it knew of a file before. Raises CheckpointError."""
+    missing = list(described)
+    for seconds in (*LOOK_AGAIN_SECONDS, 0.0):
+        missing = [name for name in missing if _size_of(writing / name) != described[name]["bytes"]]
+        if missing:
+            time.sleep(seconds)
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]} of another rank is not visible here; the run directory must be on storage shared by all nodes"
+        )
 
 
 def _size_of(path: Path) -> int | None:
@@ -344,11 +350,6 @@ def _commit(
     writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path | str]
 ) -> str:
     hashes = hashes | _write_attachments(writing, state, attachments)
-    for name, expected in hashes.items():
-        if not _arrives(writing / name, expected["bytes"]):
-            raise CheckpointError(
-                f"{name} of another rank is not visible here; the run directory must be on storage shared by all nodes"
-            )
     files.write_json(writing / files.MANIFEST, {"format": files.FORMAT, "version": files.VERSION, "files": hashes})
     flush(writing)
     manifest = files.manifest_hash(writing)

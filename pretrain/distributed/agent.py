@@ -213,7 +213,7 @@ def _count_restarts_without_progress(limit: int, has_progressed: Callable[[], bo
 
     def monitored(self: Any, workers: Any) -> Any:
         result = real(self, workers)
-        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and has_progressed():
+        if result.state == WorkerState.FAILED and has_progressed():
             # torchrun numbers its starts by the difference of both, and no number may come twice.
             workers.spec.max_restarts += limit - self._remaining_restarts
             self._remaining_restarts = limit

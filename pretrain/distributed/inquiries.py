@@ -52,10 +52,13 @@ class Inquiries:
     def put(self, conclude: Callable[[], None], is_enough: Callable[[], bool] | None = None) -> None:
         """Put a question now: `conclude` it when the answers are enough (by default all), or after ANSWER_SECONDS."""
         if not self._open:
-            self._calls += 1
-            self._unanswered = set(self._connected)
-            self._call(self._calls)
+            self._call_all()
         self._open.append(_Inquiry(time.monotonic() + ANSWER_SECONDS, conclude, is_enough or (lambda: self.all_answered)))
+
+    def _call_all(self) -> None:
+        self._calls += 1
+        self._unanswered = set(self._connected)
+        self._call(self._calls)
 
     def hear(self, rank: int, call: int) -> None:
         """Take note that a rank has answered a call."""
@@ -77,6 +80,8 @@ class Inquiries:
         if self._asked and now >= self._next:
             self._next = now + len(self._standings) / RANKS_A_SECOND
             asked, self._asked = self._asked, {}
+            if self._open:  # anew: a rank whose answer was lost would count as silent as long as others ask
+                self._call_all()
             for askers, conclude in asked.values():
                 self.put(partial(conclude, askers))
         if any(now >= inquiry.deadline for inquiry in self._open):

@@ -167,8 +167,8 @@ class Monitor(threading.Thread):
         returns the same two, if this one breaks off.
         """
         self._reconnect = reconnect
+        self._channel = channel  # first: what came may be a call, which is answered
         self._take(said)
-        self._channel = channel
         self._poke()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -289,8 +289,8 @@ class Monitor(threading.Thread):
                     self._judged.clear()
                 self._channel = channel
                 self._take(said)
-                if self.requested is not None:
-                    self.send(**self.requested)
+                if (requested := self.requested) is not None:
+                    self.send(**requested)
                 return
         self._expect_end(f"{self.main_rank} is gone without a word (killed?)", SWITCHBOARD)
         self._judged.set()
@@ -363,7 +363,7 @@ class Monitor(threading.Thread):
             self._stacks_dumped = True
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
         # All ranks are told to stop at once, and each asks as long as the last checkpoint is saved.
-        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS, interval(self.world_size)):
+        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS, min(interval(self.world_size), 20.0)):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):
                 self._expect_end(f"{line}: {self._silence()}")  # a live main rank's switchboard would have answered

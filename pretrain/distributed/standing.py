@@ -137,6 +137,25 @@ def machines_that_differ(machines: Mapping[int, str]) -> list[str]:
     return [f"the machines differ: {'; '.join(parts)}: the slowest sets the pace, and last bits may differ between them"]
 
 
+def misplaced(standings: Sequence[Standing], rank: int, process: tuple[str, int], world_size: int) -> str | None:
+    """Why a process, by host and number, cannot be this rank of so many; None if it can."""
+    main, (host, number) = standings[0], process
+    if world_size != len(standings):
+        return (
+            f"rank {rank} ({host}) has WORLD_SIZE={world_size}, {main.title} {len(standings)}; "
+            "start all nodes with the same command and the same number of nodes and processes"
+        )
+    known = standings[rank]
+    if not known.came or (known.host, known.process) == process:
+        return None
+    if known.gone:
+        return listing([known])
+    return (
+        f"RANK={rank} was given to two processes: {known.process} on {known.host} and {number} on {host}; give each "
+        "process a RANK of its own, and each run a MASTER_PORT of its own"
+    )
+
+
 def awaited(standings: Sequence[Standing], number: int) -> list[Standing]:
     """The ranks that have not come to control operation `number`, or never will."""
     return [s for s in standings if s.is_lost or s.mark is None or s.mark.number < number]

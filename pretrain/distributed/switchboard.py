@@ -36,15 +36,23 @@ from typing import Any
 from pretrain.distributed.channel import LONGEST_HELLO, PROTOCOL, Channel, encoded, listen
 from pretrain.distributed.inquiries import Inquiries
 from pretrain.distributed.roll_call import ANSWER_PATIENCE, interval, roll
-from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, machines_that_differ, pointer, verdict
+from pretrain.distributed.standing import (
+    Mark,
+    Standing,
+    awaited,
+    hung,
+    listing,
+    machines_that_differ,
+    misplaced,
+    pointer,
+    verdict,
+)
 from pretrain.errors import LaunchError
 
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 5.0
 """How long a rank whose connection broke off before the start may take to come back. A rank that lives tries at once, and then every second."""
-
-
 _ROLL = -1
 """`call` of a roll call: its answers conclude no inquiry."""
 
@@ -92,6 +100,7 @@ class Switchboard(threading.Thread):
         self._verdict: str | None = None
         self._logs: str | None = None
         self._is_full = False  # it could open no more files
+        self._broken_off: list[tuple[Channel, list[int]]] = []  # where sending failed
         self._reported: set[tuple[int, bool]] = set()
         self._inquiries = Inquiries(self._standings, self._channels.keys(), lambda number: self._broadcast("call", call=number))
         self._next_roll, self._roll_ends = 0.0, None  # when the ranks are called again; until when they may answer
@@ -104,17 +113,22 @@ class Switchboard(threading.Thread):
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         closing = False
         while not closing:
-            for key, _ in self._selector.select(self._patience()):
+            ready = self._selector.select(self._patience())
+            somebody_comes = not all(key.data for key, _ in ready)
+            for key, _ in ready:
                 if key.fileobj is self.server:
                     self._accept()
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj, key.data)
                 else:  # the other end of _wake is closed
                     closing = True
-            self._look_who_returned()
+            if not somebody_comes:  # else it may be a rank that is missed
+                self._look_who_returned()
             self._inquiries.take_turn()
             self._go_if_all_are_ready()
             self._call_the_roll()
+            while self._broken_off:
+                self._drop(*self._broken_off.pop())
             self.seconds = time.thread_time()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()
@@ -195,8 +209,8 @@ class Switchboard(threading.Thread):
             if channel is not None:
                 try:
                     channel.write(data)
-                except OSError:
-                    self._drop(channel, [rank])
+                except OSError:  # dropped later: to tell the others may fail as well, hundreds of times
+                    self._broken_off.append((channel, [rank]))
 
     def _line_of(self, standings: list[Standing]) -> str:
         return listing(standings) + pointer(standings, self._logs)
@@ -220,15 +234,14 @@ class Switchboard(threading.Thread):
         rank, host, process = int(message["rank"]), str(message["host"]), int(message["process"])
         if rank < 0:
             raise ValueError("a stranger")
-        problem = self._problem_of(rank, host, process, int(message["world_size"]))
+        problem = misplaced(self._standings, rank, (host, process), int(message["world_size"]))
         if problem:
             channel.send("refused", line=problem)
             if not self.went:
                 self._fail(problem, "LaunchError")
             return
-        standing = self._standings[rank]
-        again = standing.came
-        standing.came, standing.host, standing.process, standing.gone = True, host, process, False
+        standing, again = self._standings[rank], self._standings[rank].came
+        standing.came, standing.host, standing.process, standing.gone, standing.silent = True, host, process, False, False
         self._called.discard(rank)
         self._inquiries.forget(rank)  # a call through an earlier connection may be lost
         self._missed.pop(rank, None)
@@ -238,31 +251,18 @@ class Switchboard(threading.Thread):
         channel.trust()
         self._channels[rank] = channel
         channel.send("welcome", digest=self._facts and self._facts["digest"], found=self._found)
-        if again:
+        if again and self.went:
             self._broadcast("back", rank=rank)
-        if self._failure is not None:
-            channel.send("left", **self._failure)
+        if self._failure is not None:  # to all: whoever ended because this rank was gone has just heard that it is back
+            self._broadcast("left", **self._failure)
+        if self._verdict is not None:
+            channel.send("verdict", line=self._verdict)
 
     def _fail(self, line: str, error: str) -> None:
         """End every rank that is here, and every one that comes later, with `line`. Only the first counts: all ranks may fail alike."""
         if self._failure is None:
             self._failure = {"line": line, "error": error}
             self._broadcast("left", **self._failure)
-
-    def _problem_of(self, rank: int, host: str, process: int, world_size: int) -> str | None:
-        main = self._standings[0]
-        if world_size != self.world_size:
-            return (
-                f"rank {rank} ({host}) has WORLD_SIZE={world_size}, {main.title} {self.world_size}; "
-                "start all nodes with the same command and the same number of nodes and processes"
-            )
-        known = self._standings[rank]
-        if known.came and (known.host, known.process) != (host, process):
-            return (
-                f"RANK={rank} was given to two processes: {known.process} on {known.host} and {process} on {host}; give each "
-                "process a RANK of its own, and each run a MASTER_PORT of its own"
-            )
-        return None
 
     def _on_found(self, standing: Standing, message: dict[str, Any]) -> None:
         self._found |= message["found"]

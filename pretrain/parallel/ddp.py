@@ -145,10 +145,11 @@ class DataParallel:
 
     def _add_arrived(self) -> None:
         """Add up what was reduced. DDP's callbacks run on many streams, and each would keep memory for sums that were made on it."""
-        for parameters, summed in self.arrived:
+        while self.arrived:
+            parameters, summed = self.arrived.pop()
             for parameter, part in zip(parameters, summed.split([p.numel() for p in parameters])):
-                self.sums[parameter] = self.sums.get(parameter, 0) + part.view_as(parameter).float()
-        self.arrived = []
+                earlier, new = self.sums.get(parameter), part.view_as(parameter).float()
+                self.sums[parameter] = new if earlier is None else earlier + new
 
     def _into_bucket(self, parameter: nn.Parameter) -> None:
         """Make the bucket the gradient of a parameter, which has got its first one in this step."""

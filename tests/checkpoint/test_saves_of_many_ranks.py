@@ -11,7 +11,7 @@ import pytest
 import torch
 from running import run_directory, run_main, state_of, train
 from test_damage import rewrite_state
-from torch.distributed.checkpoint import FileSystemWriter, default_planner
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -76,7 +76,7 @@ def test_the_ranks_wait_for_the_plan_of_all_as_long_as_it_takes(pool, config_fil
 
 def contents_made(config_file: str, *overrides: str) -> tuple[int, list[str], int]:
     """A run's exit code, the folders for which a table of contents was made, and the most tables that Python could find after a save."""
-    real, made, kept = FileSystemWriter.finish, [], []
+    real, made, kept = Saving._list_contents, [], []
     finish = Saving.finish
 
     def after(self: Saving) -> str:
@@ -85,7 +85,7 @@ def contents_made(config_file: str, *overrides: str) -> tuple[int, list[str], in
         return manifest
 
     with (
-        patch.object(FileSystemWriter, "finish", lambda self, *rest: made.append(self.path.name) or real(self, *rest)),
+        patch.object(Saving, "_list_contents", lambda self, packed: made.append(self.writing.name) or real(self, packed)),
         patch.object(Saving, "finish", after),
     ):
         return run_main(config_file, *overrides)[0], made, max(kept)
@@ -119,6 +119,27 @@ def test_tensors_that_lie_elsewhere_than_at_the_save_before_are_listed_anew(tmp_
         target = tmp_path / files.step_name(step)
         assert all(torch.equal(tensor, torch.full((3, 4), float(step))) for tensor in saved(target, agreed, float(step), in_files).values())
         assert len(list(target.glob("*.distcp"))) == in_files
+
+
+def test_a_save_takes_no_table_of_contents_that_lies_in_its_folder(tmp_path):
+    """A save that was interrupted may leave a thread behind, which made one there. It was hashed and committed."""
+    agreed = AgreedPlan()
+    saved(tmp_path / files.step_name(1), agreed, 1.0)
+    saving = Saving(tmp_path / files.step_name(2), {name: torch.full((3, 4), 2.0) for name in ("v", "w")}, {}, {}, ALONE, agreed=agreed)
+    saving.begin()
+    saving.write_now()
+    (saving.writing / ".metadata").write_bytes(b"of another save")
+    saving.finish()
+    assert torch.equal(Payload(saving.target).read_all("")["w"], torch.full((3, 4), 2.0))
+
+
+def test_the_table_of_contents_is_that_of_torch(tmp_path):
+    saving = Saving(tmp_path / files.step_name(1), {"w": torch.ones(3)}, {}, {}, ALONE)
+    saving.begin()
+    saving.write_now()
+    ours = saving._list_contents([saving.results])
+    saving.writer.finish(saving.agreed.metadata, [saving.results])
+    assert ours == (saving.writing / ".metadata").read_bytes()
 
 
 def test_a_checkpoint_has_the_files_that_were_written_and_no_others_of_the_folder(tmp_path):
@@ -190,3 +211,11 @@ def test_python_searches_for_no_cycles_while_it_reads_a_table_of_contents(tmp_pa
     finally:
         gc.callbacks.pop()
     assert read == table and found <= 2 and gc.isenabled()  # begin and end of one, when all is read
+
+
+@pytest.mark.parametrize("pieces", [[None], torch.Size])
+def test_a_table_with_something_else_in_place_of_pieces_is_refused(tmp_path, pieces):
+    table = Metadata({"w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2]), pieces)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(CheckpointError, match="refused"):
+        payload.read_metadata(tmp_path)

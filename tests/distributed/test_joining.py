@@ -10,6 +10,7 @@ import re
 import resource
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ from pretrain.distributed import channel as channel_file
 from pretrain.distributed import joining, ranks
 from pretrain.distributed import switchboard as switchboard_file
 from pretrain.distributed.channel import PROTOCOL, VANISHED_SECONDS, Channel, hello, listen
+from pretrain.distributed.inquiries import Inquiries
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.ranks import LAZY_RANKS, connect_lazily
+from pretrain.distributed.standing import Standing
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError
 from pretrain.storage import allow_open_files
@@ -549,6 +552,78 @@ def test_a_rank_that_comes_back_before_the_start_starts_with_the_others(connecte
         monitor.close()
 
 
+def test_a_rank_that_is_called_with_its_welcome_answers(connected):
+    """The answer was thrown away, and the rank counted as silent as long as others asked."""
+    switchboard, (zero,) = connected(2, 1)
+    monitor, channel = Monitor(1, 1, 60.0), Channel(socket.create_connection(("localhost", switchboard.port)))
+    try:
+        monitor.start()
+        said = hello(channel, 1, 2, switchboard.token)
+        monitor.attach(channel, [*said, {"kind": "call", "call": 0}], None)
+        _wait_until(lambda: switchboard._standings[1].mark is not None)
+    finally:
+        monitor.close()
+
+
+def test_a_rank_whose_answer_was_lost_is_called_again_as_long_as_others_ask():
+    """Questions that overlapped kept one call open, and so the start from coming."""
+    standings, calls = [Standing(0), Standing(1), Standing(2)], []
+    inquiries = Inquiries(standings, {0, 1, 2}, calls.append)
+    for _ in range(3):
+        inquiries.ask("who?", 1, lambda askers: None)
+        inquiries._next = 0.0
+        inquiries.take_turn()
+    assert calls == [1, 2, 3]
+
+
+def test_hundreds_of_ranks_that_vanish_at_once_do_not_end_the_switchboard(connected):
+    """To tell the others of one failed at the next, and so on: the thread ended by its depth, and nobody heard a verdict."""
+    count = 400
+    switchboard, ranks = connected(count + 1, count + 1)
+    switchboard.went = True
+    for rank in ranks[1:]:
+        rank.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rank.close()
+    _wait_until(lambda: not switchboard.is_alive() or len(switchboard._channels) == 1, 20)
+    report = {"name": "sum", "number": 1, "waiting": True, "timed_out": False, "seconds": 5, "reason": "x"}
+    ranks[0].send("broken", **report)
+    assert "gone without a word" in _until(ranks[0], "verdict")[0]["line"]
+
+
+def test_ranks_that_come_back_before_the_start_are_no_news(connected):
+    """Each was told to all, whom nobody had told that it was gone: a thousand of them took longer than they had to come back."""
+    switchboard, ranks = connected(4, 4)
+    for number in (1, 2):
+        ranks[number].close()
+        ranks[number] = Channel(socket.create_connection(("localhost", switchboard.port)))
+        hello(ranks[number], number, 4, switchboard.token)
+    heard = _serve([ranks[0], ranks[3]], 0.3)
+    assert [message["kind"] for messages in heard for message in messages] == []
+
+
+def test_a_rank_that_comes_back_does_not_make_the_others_forget_who_has_failed(connected):
+    switchboard, ranks = connected(4, 4)
+    switchboard.went = True
+    ranks[2].close()
+    _until(ranks[3], "gone")
+    ranks[1].send("left", line="the loss is not finite", alone=True, error="TrainingError", traceback=False)
+    _until(ranks[3], "left")
+    again = Channel(socket.create_connection(("localhost", switchboard.port)))
+    hello(again, 2, 4, switchboard.token)
+    assert [message["kind"] for message in _serve([ranks[3]], 0.3)[0]] == ["back", "left"]
+    again.close()
+
+
+def test_a_process_in_place_of_one_that_is_gone_is_told_so(connected):
+    switchboard, ranks = connected(3, 2)
+    ranks[1].close()
+    time.sleep(0.1)
+    other = Channel(socket.create_connection(("localhost", switchboard.port)))
+    other.send("hello", protocol=PROTOCOL, token="", rank=1, world_size=3, host=socket.gethostname(), process=1)
+    assert _until(other, "refused")[0]["line"] == f"rank 1 ({HERE}) is gone without a word (killed?)"
+    other.close()
+
+
 def test_a_main_rank_that_answers_late_is_waited_for(monkeypatch):
     """A rank waited 10 s, closed its connection and came again, while thousands came to a main rank that still imported."""
     for name in ("SEND_SECONDS", "_SEND_SECONDS"):
@@ -611,6 +686,13 @@ def test_a_main_rank_that_has_no_file_left_for_a_connection_says_so(connected, c
     for _ in range(2):
         switchboard._accept()
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def _until(rank: Channel, kind: str) -> list[dict]:

@@ -28,6 +28,7 @@ STEPS, STOP = 4, 2
 MOST_RANKS = 8
 LOSS_LIMIT = 5e-3
 STATE_LIMIT = 0.05
+NEGLIGIBLE = 1e-3  # of the norm of all weights, or all first moments: the sign of a gradient that is mere rounding moves a weight of 0 by the rate
 
 
 def case(random: Random, folder: Path) -> Case:
@@ -105,12 +106,16 @@ def different_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
     shapes = ({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (ours, theirs))
     if next(shapes) != next(shapes):
         return f"step {step}: other tensors: {sorted(ours.keys() ^ theirs.keys())[:3]}"
-    squares: dict[str, list[float]] = {}
+    squares: dict[tuple[str, str], list[float]] = {}
     for name, tensor in theirs.items():
-        kind = name.split(".")[0] if name.startswith("model.") else name.split("/")[-1].split(".")[-1]
-        sums = squares.setdefault(kind, [0.0, 0.0])
+        state = "model" if name.startswith("model.") else ".".join(name.split(".")[:2])
+        sums = squares.setdefault((state, name.split(".")[-1]), [0.0, 0.0])
         sums[0] += float((ours[name].double() - tensor.double()).square().sum())
         sums[1] += float(tensor.double().square().sum())
-    off = {kind: (difference / whole) ** 0.5 for kind, (difference, whole) in squares.items() if whole}
-    worst = max(off, key=off.get)
-    return f"step {step}: {worst} off by {off[worst]:.1e}" if not off[worst] <= STATE_LIMIT else None
+    for state in {state for state, _ in squares}:
+        least = NEGLIGIBLE**2 * sum(whole for (other, _), (_, whole) in squares.items() if other == state)
+        for (other, kind), (difference, whole) in squares.items():
+            off = (difference / (max(whole, least) or 1.0)) ** 0.5
+            if other == state and not off <= STATE_LIMIT:
+                return f"step {step}: {state} of {kind} off by {off:.1e}"
+    return None

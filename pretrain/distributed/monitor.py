@@ -362,7 +362,7 @@ class Monitor(threading.Thread):
         if not self._stacks_dumped:
             self._stacks_dumped = True
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
-        # All ranks are told to stop at once, and each asks as long as the last checkpoint is saved.
+        # All ranks are told to stop at once, and each asks as long as the last checkpoint is saved; a launcher gives them 100 s or so.
         if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS, min(interval(self.world_size), 20.0)):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):

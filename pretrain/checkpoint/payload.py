@@ -240,7 +240,9 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[name]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a table of contents, and nothing that could execute code. Raises UnpicklingError for anything else."""
+
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         # Equal ones are one object: each part has its size, and its place three times, and so have weights and moments.
@@ -275,7 +277,7 @@ def read_metadata(directory: Path) -> Metadata:
     path = directory / METADATA
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
         _check_places(metadata, path)

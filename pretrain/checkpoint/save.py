@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
+from pretrain.checkpoint.payload import MetadataUnpickler
 from pretrain.checkpoint.planners import HoldingPlanner, StreamingPlanner, StreamingWriter
 from pretrain.distributed.ranks import ALONE, Ranks
 from pretrain.errors import CheckpointError
@@ -93,6 +95,7 @@ class Saving:
             options = {"single_file_per_rank": True, "sync_files": True, "thread_count": 1}
             self.writer, self.planner = dcp.FileSystemWriter(self.writing, **options), HoldingPlanner()
         # The ranks pack what they exchange outside of the exchange, in which they wait with a limit. A process that is alone packs nothing.
+        # The bytes come from the processes of this run, as those of torch's own collectives of objects, and never from a file.
         self.pack, self.unpack = (_same, _same) if ranks.control is None else (pickle.dumps, pickle.loads)
         self.results: list[WriteResult] = []
         self.hashes: dict[str, dict[str, Any]] = {}
@@ -204,7 +207,7 @@ class Saving:
 
     def _list_contents(self, packed: list[Any]) -> bytes:
         """`.metadata`, as torch's FileSystemWriter.finish makes it. It is not written here: an interrupted save may leave this thread behind."""
-        metadata = self.agreed.metadata or pickle.loads(self.agreed.contents)
+        metadata = self.agreed.metadata or MetadataUnpickler(BytesIO(self.agreed.contents)).load()
         places = {result.index: result.storage_data for results in packed for result in self.unpack(results)}
         of_torch = {"storage_meta": self.writer.storage_meta(), "version": CURRENT_DCP_VERSION}
         return pickle.dumps(replace(metadata, storage_data=places, **of_torch))

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from launch_pool import RankProcess, start_ranks
 from running import run_changed
+from test_lost_ranks import wait_until
 
 from pretrain.distributed import channel as channel_file
 from pretrain.distributed import joining, ranks
@@ -560,7 +561,7 @@ def test_a_rank_that_is_called_with_its_welcome_answers(connected):
         monitor.start()
         said = hello(channel, 1, 2, switchboard.token)
         monitor.attach(channel, [*said, {"kind": "call", "call": 0}], None)
-        _wait_until(lambda: switchboard._standings[1].mark is not None)
+        wait_until(lambda: switchboard._standings[1].mark is not None)
     finally:
         monitor.close()
 
@@ -584,7 +585,7 @@ def test_hundreds_of_ranks_that_vanish_at_once_do_not_end_the_switchboard(connec
     for rank in ranks[1:]:
         rank.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         rank.close()
-    _wait_until(lambda: not switchboard.is_alive() or len(switchboard._channels) == 1, 20)
+    wait_until(lambda: not switchboard.is_alive() or len(switchboard._channels) == 1, 20)
     report = {"name": "sum", "number": 1, "waiting": True, "timed_out": False, "seconds": 5, "reason": "x"}
     ranks[0].send("broken", **report)
     assert "gone without a word" in _until(ranks[0], "verdict")[0]["line"]
@@ -686,13 +687,6 @@ def test_a_main_rank_that_has_no_file_left_for_a_connection_says_so(connected, c
     for _ in range(2):
         switchboard._accept()
     assert [record.getMessage() for record in caplog.records] == [said]
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def _until(rank: Channel, kind: str) -> list[dict]:

@@ -9,6 +9,7 @@ operation and the ranks to blame.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import threading
@@ -41,13 +42,20 @@ LAZY_RANKS = 64
 one: a million connections of 1,024 ranks. Fewer are all connected at the start, because a first exchange with a rank that hangs has no time limit
 (pytorch/gloo issue 520).
 """
+TWO_STAGE_RANKS = 64
+"""From so many ranks on, a sum is made in two stages (`stages_of_a_sum`). In gloo's ring each rank waits for 2 x (ranks - 1) messages, one after
+the other: 8,190 of 4,096 ranks before each step, and 252 in two stages.
+"""
 EXIT_PAUSE_SECONDS = 0.1
 """Seconds between the last collective and the end of a process, see `stop`."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run. `control` and `monitor` are None if it is the only one."""
+    """This process among those of the run. `control` and `monitor` are None if it is the only one.
+
+    `stages`: the groups over which a sum is made one after the other; without any, `control` makes it.
+    """
 
     rank: int
     local_rank: int
@@ -55,6 +63,7 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup | None = None
     monitor: Monitor | None = None
+    stages: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -115,7 +124,8 @@ class Ranks:
         values = values.cpu()
         if self.control is not None:
             with self._together(name):
-                dist.all_reduce(values, op=operation, group=self.control)
+                for group in self.stages or (self.control,):
+                    dist.all_reduce(values, op=operation, group=group)
         return values
 
     def _together(self, name: str) -> AbstractContextManager:
@@ -296,7 +306,22 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
         )
         _has_groups = True
         control = dist.new_group(backend="gloo", timeout=timeout)
-    return replace(ranks, control=control)
+        stages = [
+            dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+            for members in stages_of_a_sum(rank, world_size)
+            if world_size >= TWO_STAGE_RANKS
+        ]
+    return replace(ranks, control=control, stages=tuple(stages))
+
+
+def stages_of_a_sum(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """The ranks that this one adds up with first, which are neighbours, and then, one of each such group.
+
+    Together they reach all ranks. The groups are as equal in size as the number of ranks allows.
+    """
+    width = next(size for size in range(math.isqrt(world_size), 0, -1) if world_size % size == 0)
+    first = rank - rank % width
+    return list(range(first, first + width)), list(range(rank % width, world_size, width))
 
 
 def _limit_groups(limit: timedelta) -> None:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from launch_pool import RankProcess, start_ranks
 
+from pretrain.distributed import ranks as ranks_file
 from pretrain.distributed.monitor import Monitor
 from pretrain.run import main
 
@@ -36,9 +37,10 @@ def misbehave(how: str, seconds: float) -> None:
 def train_badly(
     place: str, how: str, seconds: float, limits: dict[str, float], config_file: str, *overrides: str, bad: int | None = 1
 ) -> int:
-    """A run whose rank 1 (or `bad`; None: every rank) misbehaves once, at a place in the code. `limits`: constants of the monitor, to make tests short."""
+    """A run whose rank 1 (or `bad`; None: every rank) misbehaves once, at a place in the code. `limits`: constants of the monitor or of ranks.py."""
     for constant, value in limits.items():
-        setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
+        monitor = importlib.import_module("pretrain.distributed.monitor")
+        setattr(monitor if hasattr(monitor, constant) else ranks_file, constant, value)
     from pretrain.checkpoint import save
     from pretrain.data.training_data import Loader
     from pretrain.parallel.pipeline import PipelineAxis
@@ -120,6 +122,20 @@ def test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too(started, conf
     assert one.wait(20) == 1
     assert errors(one) == [line]
     assert "the stacks of all threads" in log_of(config_file, 1) and "misbehave" in log_of(config_file, 1)
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("die", "'start of step 4' broke off: rank 1 ({}) is gone without a word (killed?)"),
+    ("sleep", "'start of step 4' was not reached by every rank within 4 s (parallel.timeout_seconds): rank 1 ({}) has been in 'step 4: next batch'"),
+])  # fmt: skip
+def test_a_rank_that_is_lost_is_named_by_all_where_sums_are_made_in_two_stages(started, config_file, how, said):
+    """Rank 0 adds up with rank 1, rank 2 with rank 3, and only then with rank 0: it waits for a rank that waits."""
+    limits = {"LOST_SECONDS": 2.0, "TWO_STAGE_RANKS": 4}
+    ranks = started("next batch", how, "parallel.timeout_seconds=4", world_size=4, **limits)
+    for rank in (ranks[0], *ranks[2:]):
+        assert rank.wait(120) == 1
+        (line,) = errors(rank)
+        assert said.format(HERE) in line, line
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.distributed.mesh import AXES, Mesh
-from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.ranks import Ranks, stages_of_a_sum
 
 CPU = torch.device("cpu")
 sizes_of_axes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3]) for axis in AXES})
@@ -47,6 +47,48 @@ def test_neighbours_share_matrices_and_the_last_axis_runs_fastest():
 def test_a_mesh_that_cannot_be_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         Mesh(sizes, Ranks(0, 0, 1, CPU))
+
+
+@given(st.integers(1, 200) | st.just(1016))
+@settings(deadline=None, max_examples=30)
+def test_a_sum_in_two_stages_counts_every_rank_once_and_everywhere(world_size):
+    """Ranks that share a group of a stage list the same members, or they would wait for each other for ever."""
+    stages = [stages_of_a_sum(rank, world_size) for rank in range(world_size)]
+    for first, second in stages:
+        assert all(stages[rank][0] == first for rank in first) and all(stages[rank][1] == second for rank in second)
+    members = [[rank for middle in second for rank in stages[middle][0]] for _, second in stages]
+    assert all(sorted(counted) == list(range(world_size)) for counted in members)
+    assert all(rank in first and rank in second for rank, (first, second) in enumerate(stages))
+
+
+def test_a_sum_of_thousands_of_ranks_waits_for_few_messages():
+    """A ring of n ranks passes 2 x (n - 1) messages on, one after the other."""
+    assert [sum(2 * (len(group) - 1) for group in stages_of_a_sum(0, size)) for size in (64, 1016, 1024, 4096)] == [28, 266, 124, 252]
+
+
+def sums_in_two_stages() -> tuple:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from pretrain.distributed.launcher import launched_ranks
+
+    rank, local_rank, world = launched_ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    groups = [dist.new_group(members, use_local_synchronization=True) for members in stages_of_a_sum(rank, world)]
+    ranks = Ranks(rank, local_rank, world, CPU, dist.group.WORLD, stages=tuple(groups))
+    fractions = torch.tensor([1 / (3 + rank), 0.1])
+    found = int(ranks.sum("numbers", torch.tensor(10**rank))), ranks.largest("numbers", rank), ranks.sum("fractions", fractions)
+    dist.barrier()
+    return found
+
+
+def test_sums_in_two_stages_are_equal_in_every_bit_on_every_rank(pool):
+    found = pool.launch(4, sums_in_two_stages)
+    assert [(total, largest) for total, largest, _ in found] == [(1111, 3)] * 4
+    assert all(torch.equal(fractions, found[0][2]) for _, _, fractions in found)
+    torch.testing.assert_close(found[0][2], torch.tensor([1 / 3 + 1 / 4 + 1 / 5 + 1 / 6, 0.4]))
 
 
 def sums_on_a_rank(sizes: dict[str, int]) -> tuple:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED
@@ -25,6 +26,13 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.train.prompts import Prompts
 from pretrain.train.stop import StopPoll
 from pretrain.train.translation import translate_and_score
+
+
+def on_device(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The inputs on the device. The host does not wait for what a GPU has yet to compute before it copies them."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in inputs.items()}
 
 
 class Evaluation:
@@ -94,26 +102,35 @@ class Evaluation:
 
         Each sample's summed loss has its place in one list, and the list is added up in order in fp64. So the result does not depend
         on how the samples were spread over ranks. Every rank makes the same number of forward passes, because all ranks gather
-        sharded weights together. Raises Stopped on all ranks if one was asked to stop.
+        sharded weights together. The host reads the losses of a pass when the next one is queued. Raises Stopped on all ranks if one
+        was asked to stop.
         """
         loader, sequences, rows = self.loader, self.config.validation.sequences, self.data.validation_rows(source)
         count = min(sequences, len(source)) if sequences else len(source)
         losses = torch.zeros(count, dtype=torch.float64)
         tokens = torch.zeros(count, dtype=torch.int64)
         problem: str | None = None
+        queued: list[tuple[range, Tensor]] = []
+
+        def read_first() -> None:
+            here, losses_B = queued.pop(0)
+            losses[here.start : here.stop] = losses_B.cpu()
+
         poll.begin()
         for here in own_passes(count, rows, loader.data_rank, loader.data_size):
             try:
                 inputs = loader.validation_inputs(source, np.array(here, dtype=np.int64), rows)
             except (DataError, OSError) as error:  # raised by all at the end: the others are in the same passes
                 problem, inputs = problem or str(error), loader.validation_inputs(source, np.empty(0, dtype=np.int64), rows)
-            losses_B = (
-                self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()}).double().cpu()
-            )
+            losses_B = self.strategy.evaluate(**on_device(inputs, self.ranks.device))[: len(here)].double()
             if problem is None:
-                losses[here.start : here.stop] = losses_B[: len(here)]
+                queued.append((here, losses_B))
                 tokens[here.start : here.stop] = (inputs["targets_BT"][: len(here)] != IGNORED).sum(dim=1)
+            if len(queued) > 1:
+                read_first()
             poll.check()
+        while queued:
+            read_first()
         self.ranks.agree("reading of validation data", problem, DataError)
         return float(self.ranks.sum("validation losses", losses).sum() / self.ranks.sum("validation tokens", tokens).sum())
 

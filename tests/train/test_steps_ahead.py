@@ -123,6 +123,36 @@ def test_a_rank_that_waits_for_its_device_says_so(pool, config_file):
     assert found == [("figures of step 1", True), ("figures of step 2", True)]
 
 
+def passes_of_a_validation(config_file: str, data: str) -> list[str]:
+    """The order in which a validation of 12 samples, two in a pass, queues its passes and reads their losses."""
+    from pretrain.parallel.strategy import Strategy
+
+    evaluate, found = Strategy.evaluate, []
+
+    class Queued(torch.Tensor):
+        """Losses of which it is noted when the host reads them."""
+
+        def cpu(self) -> torch.Tensor:
+            found.append("read")
+            return self.as_subclass(torch.Tensor)
+
+    def noting(strategy, **inputs):
+        found.append("queue")
+        return evaluate(strategy, **inputs).as_subclass(Queued)
+
+    chosen = "run.steps=1", "batch.micro_sequences=2", "validation.sequences=12", f"data.validation=[{{path: {data}}}]"
+    with patch.object(Strategy, "evaluate", noting):
+        code, printed = run_main(config_file, *chosen)
+    assert code == 0, printed
+    return found
+
+
+def test_a_validation_reads_the_losses_of_a_pass_when_the_next_one_is_queued(pool, config_file, prepared):
+    """The device had nothing to do while the host read the losses of each pass and the samples of the next one."""
+    [found] = pool.launch(1, passes_of_a_validation, str(config_file), str(prepared))
+    assert found == ["queue", *["queue", "read"] * 5, "read"]
+
+
 class HostReads(TorchDispatchMode):
     """Counts what would make the host wait for a GPU (numbers that are brought to Python, and sizes that depend on values), and collectives.
 

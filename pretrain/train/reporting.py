@@ -29,7 +29,7 @@ from pretrain.train.out_of_memory import explaining_memory
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import Stopped, StopPoll
-from pretrain.train.validation import Evaluation
+from pretrain.train.validation import Evaluation, on_device
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Reporting:
     @torch.no_grad()
     def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
         with self.evaluation.weights("losses"):
-            return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
+            return self.strategy.evaluate(**on_device(inputs, self.ranks.device))
 
     def logs(self, step: int) -> bool:
         """Whether a step has a line in the log of metrics, even if nothing is evaluated after it."""

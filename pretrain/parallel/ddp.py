@@ -15,6 +15,7 @@ ones add to it there. torch would make a second set of gradients beside the buck
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -74,6 +75,8 @@ class DataParallel:
         self.arrived: list[tuple[list[nn.Parameter], Tensor]] = []
         """Reduced ones of this micro-step, in a row."""
         self.wrapped: DistributedDataParallel | None = None
+        # DDP holds its hooks where Python's garbage collector does not see them: a strong reference would keep the whole model for ever.
+        self.itself = weakref.ref(self)
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         network.to_empty(device=self.device)
@@ -95,8 +98,8 @@ class DataParallel:
         if self.is_wide:
             for parameter in self._wide():
                 parameter.grad_dtype = torch.float32
-                parameter.register_post_accumulate_grad_hook(self._take)
-            self.wrapped.register_comm_hook(self, _sum_in_fp32)
+                parameter.register_post_accumulate_grad_hook(lambda parameter, axes=self.itself: axes()._take(parameter))
+            self.wrapped.register_comm_hook(self.itself, _sum_in_fp32)
         else:
             self.wrapped.register_comm_hook(DTYPES[self.config.precision.reduce], _sum)
         return self.wrapped
@@ -136,7 +139,8 @@ class DataParallel:
             if earlier:
                 torch._foreach_mul_(earlier, 1 / self.replicas)
         if self.views and not self.is_synced and not self.moved:
-            self.moved = [parameter.register_post_accumulate_grad_hook(self._into_bucket) for parameter in self.views]
+            move = lambda parameter, axes=self.itself: axes()._into_bucket(parameter)  # noqa: E731
+            self.moved = [parameter.register_post_accumulate_grad_hook(move) for parameter in self.views]
         with nullcontext() if self.is_synced else self.wrapped.no_sync():
             yield
         self._add_arrived()
@@ -166,16 +170,17 @@ class DataParallel:
 
 
 def _sum_in_fp32(state, bucket):
-    buffer, dtype = bucket.buffer(), DTYPES[state.config.precision.reduce]
+    axes = state()
+    buffer, dtype = bucket.buffer(), DTYPES[axes.config.precision.reduce]
     if buffer.dtype != torch.bfloat16:
         return _sum(dtype, bucket)
     parameters = bucket.parameters()
-    found = (state.taken.pop(parameter, None) for parameter in parameters)
+    found = (axes.taken.pop(parameter, None) for parameter in parameters)
     parts = [torch.zeros_like(p, dtype=dtype) if g is None else g.to(dtype) for p, g in zip(parameters, found)]
     sent = torch.cat([part.flatten() for part in parts])
 
     def keep(done):
-        state.arrived.append((parameters, done.value()[0]))
+        axes.arrived.append((parameters, done.value()[0]))
         return buffer
 
     return dist.all_reduce(sent, async_op=True).get_future().then(keep)

@@ -10,18 +10,21 @@ import resource
 import sys
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from running import some_slow, tool, write_config
+from running import run_main, some_slow, tool, write_config
 
 from pretrain.config.load import load_config
 from pretrain.data.order import ChunkedOrder, FullOrder, Mixture, Stage
 from pretrain.data.shards.reader import PreparedData
 from pretrain.distributed import ranks as distributed
+from pretrain.parallel.strategy import Strategy
 from pretrain.run import main
 from pretrain.train.callbacks import Callback
 from pretrain.train.continuation import Progress
@@ -210,3 +213,28 @@ def test_the_place_of_a_sample_takes_no_memory_in_the_number_of_samples(size):
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+def models_that_stay(config_file: str, *overrides: str) -> int:
+    """How many models of this process's runs are in memory after they ended."""
+    place, placed = Strategy.place, []
+
+    def noting(strategy, network, *options):
+        placed.append(weakref.ref(network))
+        return place(strategy, network, *options)
+
+    with patch.object(Strategy, "place", noting):
+        code, printed = run_main(config_file, "run.steps=2", "batch.micro_sequences=2", *overrides)
+    assert code == 0 and placed, printed
+    gc.collect()
+    return sum(model() is not None for model in placed)
+
+
+@pytest.mark.parametrize("options", [
+    ("parallel.strategy=ddp", "parallel.replicate=1"),
+    ("parallel.strategy=ddp", "parallel.replicate=1", "precision.compute=bf16", "precision.master=bf16", "precision.gradients=fp32"),
+    ("parallel.strategy=fsdp", "parallel.shard=1"),
+])  # fmt: skip
+def test_nothing_of_a_run_that_ended_stays_in_memory(pool, config_file, options):
+    """DDP's C++ part held hooks that held the model: each run of a notebook, or of a test's process, stayed whole, with its groups and their threads."""
+    assert pool.launch(1, models_that_stay, str(config_file), *options) == [0]

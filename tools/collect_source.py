@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import ConfigError, DataError, run_tool  # noqa: E402
 from pretrain.progress import MEGABYTE  # noqa: E402
-from pretrain.storage import refuse_existing_file  # noqa: E402
+from pretrain.storage import named_if_full, refuse_existing_file  # noqa: E402
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
@@ -52,7 +52,7 @@ def collect_python_source(output: str | Path, root: str | Path | None = None, ma
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     files = size = undecodable = 0
     try:
-        with open(partial, "w", encoding="utf-8", newline="\n") as stream:
+        with named_if_full(output), open(partial, "w", encoding="utf-8", newline="\n") as stream:
             for path in _python_files(root):
                 data = path.read_bytes()
                 try:

@@ -102,9 +102,10 @@ def _judged(size: int, room: float | None) -> str:
 
 def print_table(config: Config, ranks: int, room: float | None, sizes: list[int]) -> None:
     """A row for each kind of recomputation, a column for each micro-batch. Each cell is printed as soon as it is known."""
-    from pretrain.train.memory_estimate import estimate_memory, refuse_micro_sequences
+    from pretrain.train.memory_estimate import estimate_memory, refuse_micro_sequences, refuse_unknown
 
-    refuse_micro_sequences(sizes[-1], config.data.sequence_length)  # before the rows of the others
+    refuse_unknown(config)  # before the rows
+    refuse_micro_sequences(sizes[-1], config.data.sequence_length)
     print(f"GB of each of {ranks} GPU{'s' if ranks > 1 else ''}, by sequences of {config.data.sequence_length} tokens in a micro-step")
     print(f"{'activation_checkpointing':26}" + "".join(f"{size:>9}" for size in sizes))
     for kind in CHECKPOINTING:

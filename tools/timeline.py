@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are drawn on one scale")
     parser.add_argument("--step", type=int, metavar="N", help="the profiled step (default: the last one of each run)")
     parser.add_argument(
-        "--title", action="append", metavar="TEXT", help="a title for each run, in order (default: their names, or their paths where names are equal)"
+        "--title", action="append", metavar="TEXT", help="a title for each run, in order: give it once a run (default: their names, or their paths where names are equal)"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="needs matplotlib (the extra `plot`)")
     arguments = parser.parse_args(argv)

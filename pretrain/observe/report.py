@@ -10,6 +10,7 @@ from typing import Any
 from pretrain.errors import DataError, install_command
 from pretrain.observe.report_page import facts
 from pretrain.observe.run_story import read_story
+from pretrain.storage import replace_file
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
@@ -73,5 +74,5 @@ def draw(runs: list[Path], output: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    replace_file(output, lambda aside: figure.savefig(aside, format="png"), durable=False)
     pyplot.close(figure)

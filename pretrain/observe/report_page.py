@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.observe.metrics import StepRecord, duration, shown_number
-from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, thinned
+from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, silence, spent, thinned
 from pretrain.storage import plain, replace_text
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -74,8 +74,12 @@ def facts(story: RunStory) -> dict[str, str]:
     """The run in a few numbers, ready to be read."""
     losses = [record for record in story.records if record.get("loss") is not None]
     first, last, state = losses[0], losses[-1], story.status.get("state", "unknown")
+    told = story.status.get("reason") or silence(
+        story.status, [record["step"] for record in story.records[-2:]], story.records[-1]
+    )
+    costs = spent(last, story.status)
     found = {
-        "state": f"{state}: {reason}" if (reason := story.status.get("reason")) else state,
+        "state": f"{state}: {told}" if told else state,
         "steps": f"{story.records[-1]['step']:,}",
         "tokens": f"{last['tokens']:,}",
         "loss": f"{first['loss']:.4f} -> {last['loss']:.4f} nats per token (steps {first['step']:,} to {last['step']:,})",
@@ -95,8 +99,8 @@ def facts(story: RunStory) -> dict[str, str]:
         found["MFU"] = f"{statistics.median(shares):.1%} (median)"
     found["energy"] = _in_words(last, joules_per_token="{:.4g} joules per token", watts="{:,.0f} watts")
     found["starts"] = str(len(story.starts) or 1)
-    found["device hours"] = _in_words(last, device_hours="{:,.4g}", goodput="{:.1%} of them in steps that count")
-    found["cost"] = _in_words(last, cost="{:,.2f}")
+    found["device hours"] = _in_words(costs, device_hours="{:,.4g}", goodput="{:.1%} of them in steps that count")
+    found["cost"] = _in_words(costs, cost="{:,.2f}")
     found["time"] = duration(sum(story.seconds().values()))
     return {name: text for name, text in found.items() if text}
 

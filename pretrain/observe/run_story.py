@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import calendar
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config.written import flatten
 from pretrain.errors import DataError
-from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, read_lines, read_records
+from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, duration, read_lines, read_records
 from pretrain.storage import read_object, real
 
+SILENT_LINES = 20
+"""Nothing was written for the time of so many log lines: the run may be dead."""
 MOST_RECORDS = 3000
 """Log lines of a run that a picture shows; of a longer run evenly chosen ones, and each of an evaluation."""
 
@@ -145,6 +147,28 @@ def differences(configurations: list[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = sorted({key for configuration in configurations for key in configuration})
     values = {key: [configuration.get(key) for configuration in configurations] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def silence(status: dict[str, Any], steps: Sequence[int], last: dict[str, Any]) -> str:
+    """What to say of a run that is running by its status.json, but has written nothing for long; empty for any other.
+
+    `steps`: those of its log lines; `last`: the last line, or nothing.
+    """
+    passed = time.time() - unix_seconds(status["updated"]) if "updated" in status else 0.0
+    usual = (last.get("seconds") or 0.0) * (steps[-1] - steps[-2] if len(steps) > 1 else 1)
+    if status.get("state") != "running" or passed <= max(60.0, SILENT_LINES * usual):
+        return ""
+    return f"nothing was written for {duration(passed)}: is it still alive?"
+
+
+def spent(last: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
+    """A run's device hours, their useful share and their cost: those of its last log line, with the time since, which status.json knows."""
+    hours = last.get("device_hours")
+    now = (status.get("device_seconds") or 0.0) / 3600
+    if not hours or now <= hours:
+        return last
+    factors = {"device_hours": now / hours, "cost": now / hours, "goodput": hours / now}
+    return last | {name: last[name] * factor for name, factor in factors.items() if last.get(name) is not None}
 
 
 def unix_seconds(timestamp: str) -> float:

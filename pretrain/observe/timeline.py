@@ -12,6 +12,7 @@ from pathlib import Path
 from pretrain.errors import DataError, line_of, reason_of
 from pretrain.observe.profile_time import COMMUNICATION, LOSS, STEP, spent
 from pretrain.observe.report import pyplot_for_files
+from pretrain.storage import replace_file
 
 COLOUR_OF = {
     "forward and backward": "#8fb3d9",
@@ -123,7 +124,7 @@ def draw_timelines(steps: list[tuple[str, list[RankTime]]], output: Path) -> Non
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(output)
+    replace_file(output, lambda aside: figure.savefig(aside, format="png"), durable=False)
     pyplot.close(figure)
 
 

@@ -19,7 +19,7 @@ from pretrain.errors import DataError
 from pretrain.observe.followed_log import EVALUATED, FollowedLog
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, number_or_dash, read_lines, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
-from pretrain.observe.run_story import unix_seconds
+from pretrain.observe.run_story import silence, spent, unix_seconds
 from pretrain.storage import read_object
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -29,8 +29,6 @@ EVENT_BYTES = 1 << 16
 MOST_EVENTS = 6
 MOST_LOGS = 64
 """Logs that are looked through: those that were written to last. A thousand would be read every few seconds."""
-SILENT_LINES = 20
-"""A run is shown as silent if its last line is older than this many lines take."""
 MOST_ROWS = 8
 """Ranks that are shown one by one. Of more ranks the page counts phases, and shows the worst FEW."""
 FEW = 5
@@ -68,7 +66,7 @@ def page(run: Path, width: int, height: int | None = None, log: FollowedLog | No
     numbers = []
     if log.last is not None:
         room = None if height is None else height - 3 - _lines([*above, *below], width)  # the border, and the curve
-        numbers = [_numbers(log, start, width, room), _curve(log, width)]
+        numbers = [_numbers(log, status, start, width, room), _curve(log, width)]
     return Panel(Group(*above, *numbers, *below), title=Text(str(run)), title_align="left")
 
 
@@ -92,11 +90,8 @@ def _headline(status: dict[str, Any], log: FollowedLog) -> Text:
     text = Text(state, style=f"bold {colour}")
     if status.get("reason"):
         text.append(f": {status['reason']}", style="default")
-    silence = time.time() - unix_seconds(status["updated"]) if "updated" in status else 0.0
-    between = log.steps[-1] - log.steps[-2] if len(log.steps) > 1 else 1
-    usual = (log.last.get("seconds") or 0.0) * between if log.last else 0.0
-    if state == "running" and silence > max(60.0, SILENT_LINES * usual):
-        text.append(f"  nothing was written for {duration(silence)}: is it still alive?", style="bold red")
+    if silent := silence(status, log.steps, log.last or {}):
+        text.append(f"  {silent}", style="bold red")
     return text
 
 
@@ -110,8 +105,8 @@ def _bar(step: int, steps: int, width: int) -> Table:
     return row
 
 
-def _numbers(log: FollowedLog, start: dict[str, Any], width: int, rows: int | None) -> Table:
-    last, table, pairs = log.last or {}, Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
+def _numbers(log: FollowedLog, status: dict[str, Any], start: dict[str, Any], width: int, rows: int | None) -> Table:
+    last, table, pairs = spent(log.last or {}, status), Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
     rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
     evaluated = {}
     for field in EVALUATED:

@@ -98,7 +98,7 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     Raises ConfigError for what cannot be trained or is not known here, and LaunchError for a number of processes that does not fit.
     """
     config = with_format(resolve(take_rest(given, world_size)), FormatChoice("bf16", "GPUs compute in it"))
-    _refuse_unknown(config)
+    refuse_unknown(config)
     refuse_micro_sequences(config.batch.micro_sequences, config.data.sequence_length)
     parameters = count_parameters(network_without_values(config))
     layout = plan_layout(config, world_size, parameters, device_memory)
@@ -111,7 +111,8 @@ def estimate_memory(given: Config, world_size: int, device_memory: int | None = 
     return MemoryEstimate(layout, parameters, stages)
 
 
-def _refuse_unknown(config: Config) -> None:
+def refuse_unknown(config: Config) -> None:
+    """Raise ConfigError for a configuration whose memory cannot be estimated."""
     if config.parallel.cuda_graph:
         raise ConfigError("parallel.cuda_graph=true is not known to the estimate of memory; set it to false")
     if config.data.pairs is not None:

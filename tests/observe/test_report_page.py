@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import re
@@ -407,3 +408,34 @@ def test_a_run_that_diverged_is_shown(tmp_path, capsys):
     assert "validation, books     not finite nats per token at step 110\n" in capsys.readouterr().out
     assert tool("watch").main([str(run), "--once"]) == 0
     assert "not finite at step 110" in capsys.readouterr().out
+
+
+def test_a_run_that_is_silent_is_doubted_and_the_time_after_its_last_line_is_paid(tmp_path):
+    """A run that was killed was running for ever. Hours and cost were those of the last line, without the end of the run."""
+    run = write_run(tmp_path)
+    (run / "metrics.jsonl").write_text(line(1) + line(2, device_hours=1.0, goodput=0.9, cost=3.0))
+    status = {"state": "running", "reason": None, "updated": "2026-11-23T10:10:00Z", "device_seconds": 7200.0}
+    (run / "status.json").write_text(json.dumps(status))
+    facts = page_data([read_story(run)])["runs"][0]["facts"]
+    assert facts["state"].startswith("running: nothing was written for ") and facts["state"].endswith(": is it still alive?")
+    assert (facts["device hours"], facts["cost"]) == ("2, 45.0% of them in steps that count", "6.00")
+    (run / "status.json").write_text(json.dumps(status | {"state": "finished", "device_seconds": None}))
+    facts = page_data([read_story(run)])["runs"][0]["facts"]
+    assert (facts["state"], facts["device hours"], facts["cost"]) == ("finished", "1, 90.0% of them in steps that count", "3.00")
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch, capsys):
+    """A full disk cut off the old picture, and the line named no file."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    run, picture = write_run(tmp_path), tmp_path / "loss.png"
+    assert tool("report").main([str(run), "--output", str(picture)]) == 0
+    before = picture.read_bytes()
+
+    def fill(self, file, **options):
+        Path(file).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", fill)
+    assert tool("report").main([str(run), "--output", str(picture)]) == 1
+    assert f"error: {picture}: No space left on device" in capsys.readouterr().err
+    assert picture.read_bytes() == before and sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "run"]

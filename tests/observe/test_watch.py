@@ -77,6 +77,8 @@ def test_a_name_with_brackets_is_shown_as_it_is(run):
 def test_a_run_that_is_silent_is_doubted(run):
     write_status(run, updated=now(back=3600))
     assert "nothing was written for 1h00m: is it still alive?" in shown(run)
+    write_status(run, updated=now(back=59))
+    assert "alive" not in shown(run)
     write_status(run, state="failed", reason="rank 1 is gone", updated=now(back=3600))
     text = shown(run)
     assert "failed: rank 1 is gone" in text and "alive" not in text

@@ -328,6 +328,9 @@ def test_the_tool_says_what_fits(capsys):
     assert not rows[4][1].endswith("!") and rows[2][2].endswith("!")
     assert the_tool().main([*command, "parallel.cuda_graph=true"]) == 2
     capsys.readouterr()
+    assert the_tool().main([*command, "model.vocab_size=null", "--micro-sequences", "8"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "model.vocab_size is not given" in printed.err  # it came in the middle of a row
     assert the_tool().main([*command, "--micro-sequences", "8", "1000000000"]) == 2  # it went on for days
     printed = capsys.readouterr()
     assert not printed.out and "takes at most 16,777,216 tokens in a micro-step; give at most 131072\n" in printed.err

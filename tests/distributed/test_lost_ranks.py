@@ -125,12 +125,12 @@ def test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too(started, conf
 
 
 @pytest.mark.parametrize(("how", "said"), [
-    ("die", "'start of step 4' broke off: rank 1 ({}) is gone without a word (killed?)"),
+    ("die", "rank 1 ({}) is gone without a word (killed?)"),
     ("sleep", "'start of step 4' was not reached by every rank within 4 s (parallel.timeout_seconds): rank 1 ({}) has been in 'step 4: next batch'"),
 ])  # fmt: skip
 def test_a_rank_that_is_lost_is_named_by_all_where_sums_are_made_in_two_stages(started, config_file, how, said):
     """Rank 0 adds up with rank 1, rank 2 with rank 3, and only then with rank 0: it waits for a rank that waits."""
-    limits = {"LOST_SECONDS": 2.0, "TWO_STAGE_RANKS": 4}
+    limits = {"TWO_STAGE_RANKS": 4} | ({"LOST_SECONDS": 2.0} if how == "sleep" else {})
     ranks = started("next batch", how, "parallel.timeout_seconds=4", world_size=4, **limits)
     for rank in (ranks[0], *ranks[2:]):
         assert rank.wait(120) == 1

@@ -2,7 +2,7 @@
 
 Two groups are made here: torch's default one for tensors of all ranks (NCCL on CUDA, gloo on CPU), and `control`, always gloo. Those
 of the axes are made in mesh.py. `control` carries what the processes agree on (verdicts, checkpoints), so that it never waits behind or
-inside device work. Every operation has a time limit, `parallel.timeout_seconds`. A failed one raises a LostRankError that names the
+inside device work. Many ranks have `stages` besides, for their sums. Every operation has a time limit, `parallel.timeout_seconds`. A failed one raises a LostRankError that names the
 operation and the ranks to blame.
 """
 

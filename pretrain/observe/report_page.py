@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.observe.metrics import StepRecord, duration, shown_number
-from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, silence, spent, thinned
+from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, silence, costs_until_now, thinned
 from pretrain.storage import plain, replace_text
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -77,7 +77,7 @@ def facts(story: RunStory) -> dict[str, str]:
     told = story.status.get("reason") or silence(
         story.status, [record["step"] for record in story.records[-2:]], story.records[-1]
     )
-    costs = spent(last, story.status)
+    costs = costs_until_now(last, story.status)
     found = {
         "state": f"{state}: {told}" if told else state,
         "steps": f"{story.records[-1]['step']:,}",

@@ -161,7 +161,7 @@ def silence(status: dict[str, Any], steps: Sequence[int], last: dict[str, Any]) 
     return f"nothing was written for {duration(passed)}: is it still alive?"
 
 
-def spent(last: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
+def costs_until_now(last: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
     """A run's device hours, their useful share and their cost: those of its last log line, with the time since, which status.json knows."""
     hours = last.get("device_hours")
     now = (status.get("device_seconds") or 0.0) / 3600

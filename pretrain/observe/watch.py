@@ -19,7 +19,7 @@ from pretrain.errors import DataError
 from pretrain.observe.followed_log import EVALUATED, FollowedLog
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, number_or_dash, read_lines, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
-from pretrain.observe.run_story import silence, spent, unix_seconds
+from pretrain.observe.run_story import silence, costs_until_now, unix_seconds
 from pretrain.storage import read_object
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -106,7 +106,11 @@ def _bar(step: int, steps: int, width: int) -> Table:
 
 
 def _numbers(log: FollowedLog, status: dict[str, Any], start: dict[str, Any], width: int, rows: int | None) -> Table:
-    last, table, pairs = spent(log.last or {}, status), Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
+    last, table, pairs = (
+        costs_until_now(log.last or {}, status),
+        Table.grid(padding=(0, 3)),
+        1 if width < 90 else 2 if width < 140 else 3,
+    )
     rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
     evaluated = {}
     for field in EVALUATED:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.observe.metrics import StepRecord, duration, shown_number
-from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, silence, costs_until_now, thinned
+from pretrain.observe.run_story import RunStory, configuration_of, costs_until_now, differences, read_story, silence, thinned
 from pretrain.storage import plain, replace_text
 
 TEMPLATE = Path(__file__).with_name("report_page.html")

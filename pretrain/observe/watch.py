@@ -19,7 +19,7 @@ from pretrain.errors import DataError
 from pretrain.observe.followed_log import EVALUATED, FollowedLog
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, number_or_dash, read_lines, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
-from pretrain.observe.run_story import silence, costs_until_now, unix_seconds
+from pretrain.observe.run_story import costs_until_now, silence, unix_seconds
 from pretrain.storage import read_object
 
 BARS = "▁▂▃▄▅▆▇█"
